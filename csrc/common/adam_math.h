@@ -1,0 +1,88 @@
+// Adam's formula for C++ and CUDA: the scalars of one tensor's step and the update of one element.
+// The specification is shardops/backends/reference/sharded_adam.py; the order of operations here is the same.
+#pragma once
+
+#include "platform.h"
+
+namespace shardops {
+
+// The options of one call, as the op received them.
+struct AdamOptions {
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  bool decoupled_weight_decay;
+  bool maximize;
+};
+
+// What the loop over elements needs, computed once a tensor in float64 and rounded once.
+struct AdamScalars {
+  float exp_avg_weight;      // weight of (grad - exp_avg): 1 - beta1, or -beta1 when the sum starts from grad
+  bool from_grad;            // torch's lerp starts from its nearer end
+  float beta2;
+  float grad_weight;         // 1 - beta2
+  float step_size;           // lr / (1 - beta1^t) * sqrt(1 - beta2^t)
+  float eps;                 // eps * sqrt(1 - beta2^t)
+  float decay;               // 1 - lr * weight_decay, or 1
+  float coupled_decay;       // weight_decay, or 0: not applied then
+  float grad_coef;           // clip coefficient, negative when maximising
+};
+
+// base^exponent for exponent >= 1, by squaring: a stated sequence of IEEE multiplications, equal on every backend.
+SHARDOPS_HD double power(double base, int64_t exponent) {
+  double result = 1.0;
+  for (; exponent > 0; exponent >>= 1) {
+    if (exponent & 1) result = result * base;
+    base = base * base;
+  }
+  return result;
+}
+
+// step: the number of this update, starting at 1. clip_coef: 1 when gradients are not clipped.
+SHARDOPS_HD AdamScalars adam_scalars(const AdamOptions& options, int64_t step, float clip_coef) {
+  const double bias_correction1 = 1.0 - power(options.beta1, step);
+  const double bias_correction2 = 1.0 - power(options.beta2, step);
+  const double bias_correction2_sqrt = sqrt(bias_correction2);
+  const double weight = 1.0 - options.beta1;
+  AdamScalars scalars;
+  scalars.from_grad = !(weight < 0.5);
+  scalars.exp_avg_weight = static_cast<float>(scalars.from_grad ? -options.beta1 : weight);
+  scalars.beta2 = static_cast<float>(options.beta2);
+  scalars.grad_weight = static_cast<float>(1.0 - options.beta2);
+  // lr / bc1 * m / (sqrt(v) / sqrt(bc2) + eps), multiplied through by sqrt(bc2): one division an element, not two.
+  scalars.step_size = static_cast<float>(options.lr / bias_correction1 * bias_correction2_sqrt);
+  scalars.eps = static_cast<float>(options.eps * bias_correction2_sqrt);
+  scalars.decay = options.decoupled_weight_decay ? static_cast<float>(1.0 - options.lr * options.weight_decay) : 1.0f;
+  scalars.coupled_decay = options.decoupled_weight_decay ? 0.0f : static_cast<float>(options.weight_decay);
+  scalars.grad_coef = options.maximize ? -clip_coef : clip_coef;
+  return scalars;
+}
+
+// One element: grad is fp32 and already divided by grad_scale; master, exp_avg and exp_avg_sq are updated in place.
+// kCoupled: L2 penalty (Adam) in place of decoupled decay (AdamW); kAmsgrad: max_exp_avg_sq takes exp_avg_sq's place.
+template <bool kCoupled, bool kAmsgrad>
+SHARDOPS_HD void adam_update(const AdamScalars& scalars, float grad, float& master, float& exp_avg, float& exp_avg_sq,
+                             float& max_exp_avg_sq) {
+  float value = master;
+  grad = SHARDOPS_MUL(grad, scalars.grad_coef);
+  if (kCoupled) grad = SHARDOPS_ADD(grad, SHARDOPS_MUL(scalars.coupled_decay, value));
+  value = SHARDOPS_MUL(value, scalars.decay);
+
+  const float base = scalars.from_grad ? grad : exp_avg;
+  exp_avg = SHARDOPS_ADD(base, SHARDOPS_MUL(scalars.exp_avg_weight, SHARDOPS_SUB(grad, exp_avg)));
+  exp_avg_sq = SHARDOPS_ADD(SHARDOPS_MUL(scalars.beta2, exp_avg_sq),
+                            SHARDOPS_MUL(SHARDOPS_MUL(scalars.grad_weight, grad), grad));
+
+  float second = exp_avg_sq;
+  if (kAmsgrad) {
+    // The larger one, NaN if either is.
+    second = (exp_avg_sq > max_exp_avg_sq || exp_avg_sq != exp_avg_sq) ? exp_avg_sq : max_exp_avg_sq;
+    max_exp_avg_sq = second;
+  }
+  const float denominator = SHARDOPS_ADD(SHARDOPS_SQRT(second), scalars.eps);
+  master = SHARDOPS_SUB(value, SHARDOPS_MUL(scalars.step_size, SHARDOPS_DIV(exp_avg, denominator)));
+}
+
+}  // namespace shardops

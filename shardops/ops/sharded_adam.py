@@ -1,0 +1,205 @@
+"""sharded_adam: one Adam step over lists of local tensors, in one pass over memory and one launch.
+
+Unscale, clip, moments, decay, master weights, the parameter and its low-precision shadow together. The arithmetic is
+specified by ``backends/reference/sharded_adam.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import _checks, _library, _registry
+
+_library.define(
+    "sharded_adam",
+    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] masters, Tensor(f!)[] shadows, Tensor(g!) steps, Tensor? step_index, "
+    "float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled_weight_decay, bool maximize, "
+    "Tensor? lr_tensor, Tensor? clip_coef, Tensor? grad_scale, Tensor? found_inf) -> ()",
+    lambda *args: None,
+    _registry.deferred("sharded_adam", lambda params, *_: params[0].device),
+)
+
+
+def sharded_adam(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Tensor,
+    *,
+    lr: float | Tensor,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    max_exp_avg_sqs: Sequence[Tensor] = (),
+    masters: Sequence[Tensor] = (),
+    shadows: Sequence[Tensor] = (),
+    step_index: Tensor | None = None,
+    clip_coef: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    """Updates parameters, moments, masters, shadows and steps in place (Kingma & Ba 2015; AdamW: Loshchilov & Hutter 2019).
+
+    In float32, with the tensor's ``t = step + 1``::
+
+        grad        = float32(grad) / grad_scale * clip_coef
+        exp_avg    += (1 - beta1) * (grad - exp_avg)
+        exp_avg_sq  = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
+        master      = master * (1 - lr * weight_decay)
+                      - lr / (1 - beta1^t) * exp_avg / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps)
+
+    Args:
+        params: float32, bfloat16 or float16, ND, one dtype. The lists below have one tensor for each, of its shape.
+        grads: float32, bfloat16 or float16, one dtype. Not written: they stay scaled and unclipped.
+        exp_avgs: float32.
+        exp_avg_sqs: float32.
+        steps: float32 counters of the steps done before this one, 1D, on the parameters' device; one is added to those
+            used, unless ``found_inf`` is set.
+        lr: a number, or one float32 or float64 element on the parameters' device, read without a sync.
+        beta1, beta2, eps, weight_decay: as torch's Adam.
+        decoupled_weight_decay: AdamW's decay; False: an L2 penalty added to the gradient.
+        maximize: ascend.
+        max_exp_avg_sqs: float32, for amsgrad; empty: no amsgrad.
+        masters: empty for float32 parameters, which are their own; float32 masters; or, for bfloat16 parameters, the
+            16-bit remainders that complete them to float32 (an int16 each, in a tensor typed bfloat16).
+        shadows: copies of the updated parameters in one dtype, rounded to nearest even from the master; or empty.
+        step_index: int64 ``[len(params)]`` on the CPU: each parameter's counter in ``steps``; None: its position.
+        clip_coef: float32 scalar that multiplies gradients.
+        grad_scale: float32 scalar that divides gradients, as in torch's fused Adam.
+        found_inf: float32 scalar; if not 0, nothing is written.
+        backend: None takes the best one available; a name never falls back.
+
+    Raises:
+        ValueError: lists of different lengths, shapes that differ, several devices or dtypes in a list.
+        TypeError: something that is not a dense float tensor.
+    """
+    params, grads = list(params), list(grads)
+    if not params:
+        if grads:
+            raise ValueError(f"params is empty, grads has {len(grads)} tensors; give one gradient for each parameter")
+        return
+    lists = {
+        "params": params,
+        "grads": grads,
+        "exp_avgs": list(exp_avgs),
+        "exp_avg_sqs": list(exp_avg_sqs),
+        "max_exp_avg_sqs": list(max_exp_avg_sqs),
+        "masters": list(masters),
+        "shadows": list(shadows),
+    }
+    _check_lists(lists)
+    device = params[0].device
+    _check_scalars(
+        {"clip_coef": clip_coef, "grad_scale": grad_scale, "found_inf": found_inf}, device, (torch.float32,)
+    )
+    if isinstance(lr, Tensor):
+        _check_scalars({"lr": lr}, device, (torch.float32, torch.float64))
+    _check_steps(steps, step_index, len(params), device)
+
+    dense, write_back = _dense_lists(lists)
+    _registry.resolve("sharded_adam", device.type, backend)(
+        *dense.values(),
+        steps,
+        step_index,
+        0.0 if isinstance(lr, Tensor) else float(lr),
+        float(beta1),
+        float(beta2),
+        float(eps),
+        float(weight_decay),
+        decoupled_weight_decay,
+        maximize,
+        lr if isinstance(lr, Tensor) else None,
+        clip_coef,
+        grad_scale,
+        found_inf,
+    )
+    for target, updated in write_back:
+        target.copy_(updated)
+
+
+def _check_lists(lists: dict[str, list[Tensor]]) -> None:
+    params = lists["params"]
+    optional = ("max_exp_avg_sqs", "masters", "shadows")
+    for name, tensors in lists.items():
+        if len(tensors) != len(params) and not (name in optional and not tensors):
+            raise ValueError(f"{name} has {len(tensors)} tensors, params has {len(params)}; give one for each")
+        _checks.check_tensors(tensors, name, params[0].device)
+        dtypes = sorted({str(tensor.dtype) for tensor in tensors})
+        if len(dtypes) > 1:
+            raise ValueError(f"{name} has dtypes {', '.join(dtypes)}; make one call for each combination of dtypes")
+        for index, (tensor, param) in enumerate(zip(tensors, params, strict=bool(tensors))):
+            if tensor.shape != param.shape:
+                raise ValueError(
+                    f"{name}[{index}] has shape {tuple(tensor.shape)}, its parameter {tuple(param.shape)}; "
+                    "each tensor of an update has the parameter's shape"
+                )
+    for name in ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
+        if lists[name] and lists[name][0].dtype != torch.float32:
+            raise ValueError(f"{name} have dtype {lists[name][0].dtype}; moments are float32")
+    param_dtype = params[0].dtype
+    master_dtype = lists["masters"][0].dtype if lists["masters"] else None
+    if master_dtype is None and param_dtype != torch.float32:
+        raise ValueError(f"params have dtype {param_dtype} and masters is empty; give float32 masters or remainders")
+    if master_dtype == torch.float16 or (master_dtype == torch.bfloat16 and param_dtype != torch.bfloat16):
+        raise ValueError(
+            f"masters have dtype {master_dtype} under params of {param_dtype}; they are float32 masters, or remainders "
+            "typed bfloat16 under bfloat16 params"
+        )
+
+
+def _check_scalars(scalars: dict[str, Tensor | None], device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
+    for name, scalar in scalars.items():
+        if scalar is None:
+            continue
+        if not isinstance(scalar, Tensor) or scalar.numel() != 1 or scalar.dtype not in dtypes:
+            raise ValueError(f"{name} is {scalar!r}; it is a tensor of one element, {' or '.join(map(str, dtypes))}")
+        if scalar.device != device:
+            raise ValueError(f"{name} is on {scalar.device}, the parameters on {device}; move it there")
+
+
+def _check_steps(steps: Tensor, step_index: Tensor | None, count: int, device: torch.device) -> None:
+    if steps.dim() != 1 or steps.dtype != torch.float32 or not steps.is_contiguous() or steps.device != device:
+        raise ValueError(
+            f"steps has shape {tuple(steps.shape)}, dtype {steps.dtype}, device {steps.device}; "
+            f"it is contiguous, 1D, float32, on {device}"
+        )
+    if step_index is None:
+        if steps.numel() < count:
+            raise ValueError(f"steps has {steps.numel()} counters for {count} parameters; give one for each")
+    elif step_index.shape != (count,) or step_index.dtype != torch.int64 or step_index.device.type != "cpu":
+        raise ValueError(
+            f"step_index has shape {tuple(step_index.shape)}, dtype {step_index.dtype}, device {step_index.device}; "
+            f"it is int64 of shape ({count},) on the CPU"
+        )
+
+
+def _dense_lists(lists: dict[str, list[Tensor]]) -> tuple[dict[str, list[Tensor]], list[tuple[Tensor, Tensor]]]:
+    """The lists with every parameter's tensors in one gapless memory order, and what to copy back afterwards.
+
+    Kernels walk memory. Where a parameter has gaps, or one of its tensors another order, those tensors alone are
+    replaced by row-major copies; the updated ones are returned as (target, copy).
+    """
+    dense = {name: list(tensors) for name, tensors in lists.items()}
+    write_back: list[tuple[Tensor, Tensor]] = []
+    for index, param in enumerate(lists["params"]):
+        present = [name for name, tensors in lists.items() if tensors]
+        strides = {lists[name][index].stride() for name in present}
+        if len(strides) == 1 and _checks.is_dense(param):
+            continue
+        for name in present:
+            tensor = lists[name][index]
+            if tensor.is_contiguous():
+                continue
+            dense[name][index] = tensor.contiguous()
+            if name != "grads":
+                write_back.append((tensor, dense[name][index]))
+    return dense, write_back
