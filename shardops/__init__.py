@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from . import ops
+from .collectives import all_gather_cast, grad_norm
 from .ops._registry import backends
+from .optim import FusedShardedAdam, FusedShardedAdamW
 
 __version__ = "0.1.0"
-__all__ = ["backends", "ops"]
+__all__ = ["FusedShardedAdam", "FusedShardedAdamW", "all_gather_cast", "backends", "grad_norm", "ops"]

@@ -1,0 +1,48 @@
+# make train: the main job.  make test: the tests.  Both set everything up in .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Two workers, one thread each, on the two cores that continuous integration has.
+WORKERS ?= 2
+
+SOURCES := $(shell find csrc -type f) setup.py pyproject.toml requirements-dev.txt tools/bootstrap.py
+CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
+
+.PHONY: setup train test lint format sanitize slow bench clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: $(SOURCES)
+	$(PYTHON) tools/bootstrap.py --venv $(VENV)
+	@touch $@
+
+train: setup
+	$(BIN)/python examples/train_fsdp.py --compare --world-size 2
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests
+
+# Exhaustive and large proofs; minutes to an hour, and up to 12 GB of memory.
+slow: setup
+	$(BIN)/python -m pytest -m slow tests
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+# The C++ kernels' tests against a build with AddressSanitizer and UndefinedBehaviorSanitizer.
+sanitize: setup
+	$(BIN)/python tools/sanitize.py
+
+bench: setup
+	$(BIN)/python -m pytest benchmarks -s
+
+clean:
+	rm -rf build dist *.egg-info shardops/*.so .pytest_cache .mypy_cache .ruff_cache runs

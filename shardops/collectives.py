@@ -1,0 +1,167 @@
+"""Collectives of the update path: the cast all-gather and the gradient norm's all-reduce.
+
+Beside the plan and above the ops; outside ``integrations/`` this is the only place that uses process groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import ops
+from .ops.grad_norm import check_norm_type
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """A DTensor's local tensor, any pending collective waited for; another tensor as it is."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    wait = getattr(local, "wait", None)  # AsyncCollectiveTensor
+    return local if wait is None else wait()
+
+
+def all_gather_cast(
+    shards: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    backend: str | None = None,
+) -> list[Tensor] | tuple[list[Tensor], Work]:
+    """Casts this rank's shards into one buffer and gathers all ranks' buffers in one collective.
+
+    Args:
+        shards: float32, bfloat16 or float16, any shapes, at least one; every rank passes the same shapes.
+        dtype: of the gathered values, rounded to nearest even.
+        group: process group; None: the default one.
+        async_op: do not wait; the views are valid after ``work.wait()``.
+        backend: of the cast.
+
+    Returns:
+        For each shard a view ``[world_size, *shard.shape]`` of one buffer; with ``async_op``, that list and the work.
+
+    Raises:
+        ValueError, TypeError: as :func:`shardops.ops.cast_gather`.
+    """
+    gather_input = ops.cast_gather(shards, dtype, backend=backend)
+    world_size = dist.get_world_size(group)
+    gathered = gather_input.new_empty(world_size, gather_input.numel())
+    work = dist.all_gather_into_tensor(gathered.view(-1), gather_input, group=group, async_op=async_op)
+    views = []
+    offset = 0
+    for shard in shards:
+        views.append(gathered[:, offset : offset + shard.numel()].view(world_size, *shard.shape))
+        offset += shard.numel()
+    if not async_op:
+        return views
+    assert work is not None
+    return views, work
+
+
+def grad_norm(
+    grads: Iterable[Tensor],
+    *,
+    group: ProcessGroup | None = None,
+    norm_type: float = 2.0,
+    backend: str | None = None,
+) -> Tensor:
+    """The norm of all gradients together, equal on all ranks that share them, as a device scalar without a host sync.
+
+    Each local tensor is summed once in the fixed tree of ``backends/reference/grad_norm.py``; DTensors are reduced over
+    the mesh dimensions that shard them, so replicas count once.
+
+    Args:
+        grads: tensors or DTensors, any shapes and devices.
+        group: the group over which plain (non-DTensor) gradients are sharded; None: they are whole on every rank.
+        norm_type: 1, 2 or inf.
+        backend: of the local sums.
+
+    Returns:
+        float32 scalar on the first gradient's device; 0 for none. NaN or inf if an element is.
+
+    Raises:
+        ValueError: another norm_type, or a gradient that is a pending sum (``Partial``).
+    """
+    sources = [(grad, grad) for grad in grads]
+    device = local_tensor(sources[0][0]).device if sources else _group_device(group)
+    return sharded_norm(sources, device, group=group, norm_type=norm_type, backend=backend)
+
+
+def sharded_norm(
+    sources: Sequence[tuple[Tensor, Tensor | None]],
+    device: torch.device,
+    *,
+    group: ProcessGroup | None = None,
+    norm_type: float = 2.0,
+    backend: str | None = None,
+) -> Tensor:
+    """:func:`grad_norm` over ``(parameter, gradient or None)`` pairs.
+
+    The parameters say which collectives there are, so that a rank without gradients takes part in them.
+    """
+    norm_type = check_norm_type(norm_type)
+    reduce = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
+    meshes: dict[Any, list[tuple[Tensor, Tensor | None]]] = {}
+    for param, grad in sources:
+        meshes.setdefault(getattr(param, "device_mesh", None), []).append((param, grad))
+    if group is not None:
+        meshes.setdefault(None, [])
+
+    # The sum of powers (or the largest magnitude), and whether a NaN was met: a collective's maximum may lose one.
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for mesh, members in meshes.items():
+        part = torch.zeros(2, dtype=torch.float64, device=device)
+        dims = [] if mesh is None else _sharded_dims(param for param, _ in members)
+        by_replicas: dict[tuple[int, torch.device], list[Tensor]] = {}
+        for param, grad in members:
+            if grad is not None:
+                local = local_tensor(grad)
+                replicas = math.prod(mesh.size(d) for d in dims if not _is_sharded(param, d)) if dims else 1
+                by_replicas.setdefault((replicas, local.device), []).append(local)
+        for (replicas, _), locals_ in by_replicas.items():
+            power, _ = ops.grad_norm(locals_, norm_type, backend=backend)
+            is_nan = power.isnan()
+            share = torch.where(is_nan, 0.0, power) if norm_type == math.inf else power / replicas
+            part = _combined(part, torch.stack((share, is_nan.double())).to(device), norm_type)
+        for dim in dims:
+            dist.all_reduce(part, reduce, group=mesh.get_group(dim))
+        if mesh is None and group is not None:
+            dist.all_reduce(part, reduce, group=group)
+        total = _combined(total, part, norm_type)
+    norm = total[0].sqrt() if norm_type == 2.0 else total[0]
+    return torch.where(total[1] > 0, math.nan, norm).float()
+
+
+def _combined(a: Tensor, b: Tensor, norm_type: float) -> Tensor:
+    return torch.maximum(a, b) if norm_type == math.inf else a + b
+
+
+def _group_device(group: ProcessGroup | None) -> torch.device:
+    if group is not None and "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _is_sharded(param: Any, mesh_dim: int) -> bool:
+    placement = param.placements[mesh_dim]
+    if placement.is_partial():
+        raise ValueError(
+            f"a gradient has placements {param.placements}: a sum that is still pending has no norm; "
+            "redistribute it to Shard or Replicate first"
+        )
+    return not placement.is_replicate()
+
+
+def _sharded_dims(params: Iterable[Any]) -> list[int]:
+    """Mesh dimensions over which at least one of the parameters (of one mesh) is sharded."""
+    sharded: set[int] = set()
+    for param in params:
+        sharded.update(dim for dim in range(param.device_mesh.ndim) if _is_sharded(param, dim))
+    return sorted(sharded)
