@@ -178,7 +178,7 @@ def build_shared_object(
     lines += [f"  run = {shlex.join(link_command).replace('$', '$$')}"]
     build_file = directory / f"{target.stem.split('.')[0]}.ninja"
     build_file.write_text("\n".join(lines) + "\n")
-    subprocess.check_call([ninja, "-f", str(build_file)])
+    subprocess.check_call([ninja, "--quiet", "-f", str(build_file)])
 
 
 setup(

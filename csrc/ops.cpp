@@ -4,7 +4,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <numeric>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -20,7 +23,7 @@ namespace {
 constexpr int64_t kGrain = 32768;
 
 template <typename T>
-T* data(const Tensor& tensor) {
+T* data(const TensorView& tensor) {
   return static_cast<T*>(tensor.data_ptr());
 }
 
@@ -30,9 +33,10 @@ const char* at(const void* start, int64_t offset, Dtype dtype) {
 
 float scalar_value(const std::optional<Tensor>& tensor, const char* name, float absent) {
   if (!tensor) return absent;
-  STD_TORCH_CHECK(tensor->is_cpu() && tensor->numel() == 1 && tensor->scalar_type() == ScalarType::Float, name,
+  const TensorView view = *tensor;
+  STD_TORCH_CHECK(view.is_cpu() && view.numel() == 1 && view.scalar_type() == ScalarType::Float, name,
                   " must be one float32 on the CPU, beside the parameters");
-  return *data<float>(*tensor);
+  return *data<float>(view);
 }
 
 // ---- flatten_shard, unflatten_shard, cast_gather ---------------------------------------------------------------------
@@ -51,7 +55,7 @@ struct Array {
   Dtype dtype;
 };
 
-std::vector<Array> arrays_of(const std::vector<Tensor>& tensors, const char* name) {
+std::vector<Array> arrays_of(const std::vector<TensorView>& tensors, const char* name) {
   std::vector<Array> arrays;
   arrays.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -69,9 +73,10 @@ std::vector<Segment> read_segments(const Tensor& table, const std::vector<Array>
   const auto* rows = data<const Segment>(table);
   std::vector<Segment> segments(rows, rows + table.size(0));
   for (const Segment& s : segments) {
+    // Differences, since a sum of two numbers near 2^63 would pass as a negative one.
     STD_TORCH_CHECK(s.tensor >= -1 && s.tensor < static_cast<int64_t>(arrays.size()) && s.numel >= 0 &&
-                        s.buffer_offset >= 0 && s.buffer_offset + s.numel <= buffer_numel && s.tensor_offset >= 0 &&
-                        (s.tensor < 0 || s.tensor_offset + s.numel <= arrays[s.tensor].numel),
+                        s.buffer_offset >= 0 && s.numel <= buffer_numel - s.buffer_offset && s.tensor_offset >= 0 &&
+                        (s.tensor < 0 || s.numel <= arrays[s.tensor].numel - s.tensor_offset),
                     "a segment reaches outside its tensor or the buffer: tensor ", s.tensor, ", offset ",
                     s.tensor_offset, ", buffer offset ", s.buffer_offset, ", numel ", s.numel);
   }
@@ -112,21 +117,24 @@ void copy_segments(const Array& buffer, const std::vector<Array>& arrays, const 
   });
 }
 
-void flatten_shard(Tensor out, std::vector<Tensor> tensors, Tensor segments, std::optional<double> scale) {
+void flatten_shard(Tensor out, StableListHandle tensor_list, Tensor segments, std::optional<double> scale) {
+  const TensorList tensors(tensor_list);
   const Array buffer = arrays_of({out}, "out")[0];
-  const std::vector<Array> arrays = arrays_of(tensors, "tensors");
+  const std::vector<Array> arrays = arrays_of(tensors.views(), "tensors");
   copy_segments(buffer, arrays, read_segments(segments, arrays, buffer.numel), scale, true);
 }
 
-void unflatten_shard(Tensor buffer, std::vector<Tensor> out_tensors, Tensor segments, std::optional<double> scale) {
+void unflatten_shard(Tensor buffer, StableListHandle out_list, Tensor segments, std::optional<double> scale) {
+  const TensorList out_tensors(out_list);
   const Array flat = arrays_of({buffer}, "buffer")[0];
-  const std::vector<Array> arrays = arrays_of(out_tensors, "out_tensors");
+  const std::vector<Array> arrays = arrays_of(out_tensors.views(), "out_tensors");
   copy_segments(flat, arrays, read_segments(segments, arrays, flat.numel), scale, false);
 }
 
-void cast_gather(Tensor out, std::vector<Tensor> shards) {
+void cast_gather(Tensor out, StableListHandle shard_list) {
+  const TensorList shards(shard_list);
   const Array buffer = arrays_of({out}, "out")[0];
-  const std::vector<Array> arrays = arrays_of(shards, "shards");
+  const std::vector<Array> arrays = arrays_of(shards.views(), "shards");
   std::vector<Segment> segments;
   int64_t offset = 0;
   for (size_t i = 0; i < arrays.size(); ++i) {
@@ -156,7 +164,8 @@ double combine_blocks(const std::vector<double>& blocks, Norm norm) {
   return lanes[0];
 }
 
-std::tuple<Tensor, Tensor> grad_norm(std::vector<Tensor> grads, double norm_type) {
+std::tuple<Tensor, Tensor> grad_norm(StableListHandle grad_list, double norm_type) {
+  const TensorList grads(grad_list);
   STD_TORCH_CHECK(!grads.empty(), "grads is empty");
   STD_TORCH_CHECK(norm_type == 1.0 || norm_type == 2.0 || norm_type == INFINITY, "norm_type is ", norm_type,
                   "; 1, 2 and inf are supported");
@@ -185,8 +194,8 @@ std::tuple<Tensor, Tensor> grad_norm(std::vector<Tensor> grads, double norm_type
   const double total = combine_blocks(blocks, norm);
   bool finite = true;
   for (double block : blocks) finite = finite && std::isfinite(block);
-  Tensor total_tensor = torch::stable::new_empty(grads[0], {}, ScalarType::Double);
-  Tensor nonfinite = torch::stable::new_empty(grads[0], {}, ScalarType::Float);
+  Tensor total_tensor = torch::stable::empty({}, ScalarType::Double);
+  Tensor nonfinite = torch::stable::empty({}, ScalarType::Float);
   *data<double>(total_tensor) = total;
   *data<float>(nonfinite) = finite ? 0.0f : 1.0f;
   return {total_tensor, nonfinite};
@@ -196,24 +205,24 @@ std::tuple<Tensor, Tensor> grad_norm(std::vector<Tensor> grads, double norm_type
 
 // The lists of one call, checked against each other.
 struct AdamLists {
-  const std::vector<Tensor>& params;
-  const std::vector<Tensor>& grads;
-  const std::vector<Tensor>& exp_avgs;
-  const std::vector<Tensor>& exp_avg_sqs;
-  const std::vector<Tensor>& max_exp_avg_sqs;
-  const std::vector<Tensor>& masters;
-  const std::vector<Tensor>& shadows;
+  const TensorList& params;
+  const TensorList& grads;
+  const TensorList& exp_avgs;
+  const TensorList& exp_avg_sqs;
+  const TensorList& max_exp_avg_sqs;
+  const TensorList& masters;
+  const TensorList& shadows;
 };
 
-void* checked_data(const std::vector<Tensor>& list, size_t index, const char* name, const Tensor& param,
+void* checked_data(const TensorList& list, size_t index, const char* name, const TensorView& param,
                    ScalarType type) {
   if (list.empty()) return nullptr;
-  const Tensor& tensor = list[index];
+  const TensorView& tensor = list[index];
   check_cpu(tensor, name, index);
   STD_TORCH_CHECK(tensor.scalar_type() == type, name, "[", index, "] has dtype ",
                   torch::headeronly::toString(tensor.scalar_type()), ", the call needs ",
                   torch::headeronly::toString(type), " for all of them");
-  STD_TORCH_CHECK(tensor.numel() == param.numel() && is_same_order(tensor, param), name, "[", index,
+  STD_TORCH_CHECK(is_same_order(tensor, param), name, "[", index,
                   "] differs from params[", index, "] in shape or memory order");
   return tensor.data_ptr();
 }
@@ -240,7 +249,7 @@ AdamFormat adam_format(const AdamLists& lists) {
 
 std::vector<AdamTensor> adam_tensors(const AdamLists& lists) {
   const size_t count = lists.params.size();
-  const auto check_length = [count](const std::vector<Tensor>& list, const char* name, bool optional) {
+  const auto check_length = [count](const TensorList& list, const char* name, bool optional) {
     STD_TORCH_CHECK(list.size() == count || (optional && list.empty()), name, " has ", list.size(),
                     " tensors, params has ", count);
   };
@@ -250,15 +259,15 @@ std::vector<AdamTensor> adam_tensors(const AdamLists& lists) {
   check_length(lists.max_exp_avg_sqs, "max_exp_avg_sqs", true);
   check_length(lists.masters, "masters", true);
   check_length(lists.shadows, "shadows", true);
-  const auto first_type = [](const std::vector<Tensor>& list) {
+  const auto first_type = [](const TensorList& list) {
     return list.empty() ? ScalarType::Float : list[0].scalar_type();
   };
   std::vector<AdamTensor> tensors;
   tensors.reserve(count);
   for (size_t i = 0; i < count; ++i) {
-    const Tensor& param = lists.params[i];
+    const TensorView& param = lists.params[i];
     STD_TORCH_CHECK(is_dense(param), "params[", i, "] has gaps or overlaps in memory");
-    const auto fp32 = [&](const std::vector<Tensor>& list, const char* name) {
+    const auto fp32 = [&](const TensorList& list, const char* name) {
       return static_cast<float*>(checked_data(list, i, name, param, ScalarType::Float));
     };
     tensors.push_back(AdamTensor{
@@ -275,42 +284,48 @@ std::vector<AdamTensor> adam_tensors(const AdamLists& lists) {
 }
 
 // The positions in `steps` of the tensors' counters.
-std::vector<int64_t> step_positions(const Tensor& steps, const std::optional<Tensor>& step_index, size_t count) {
+std::vector<int64_t> step_positions(const TensorView& steps, const std::optional<Tensor>& step_index, size_t count) {
   STD_TORCH_CHECK(steps.is_cpu() && steps.is_contiguous() && steps.scalar_type() == ScalarType::Float,
                   "steps must be a contiguous float32 tensor on the CPU");
   std::vector<int64_t> positions(count);
   if (step_index) {
-    STD_TORCH_CHECK(step_index->is_cpu() && step_index->is_contiguous() &&
-                        step_index->scalar_type() == ScalarType::Long &&
-                        step_index->numel() == static_cast<int64_t>(count),
+    const TensorView index = *step_index;
+    STD_TORCH_CHECK(index.is_cpu() && index.is_contiguous() && index.scalar_type() == ScalarType::Long &&
+                        index.numel() == static_cast<int64_t>(count),
                     "step_index must be a contiguous int64 tensor on the CPU with one element for each of the ", count,
                     " params");
-    const int64_t* given = data<const int64_t>(*step_index);
+    const int64_t* given = data<const int64_t>(index);
     positions.assign(given, given + count);
   } else {
     std::iota(positions.begin(), positions.end(), 0);
   }
+  std::vector<bool> used(steps.numel());
   for (int64_t position : positions) {
     STD_TORCH_CHECK(position >= 0 && position < steps.numel(), "step_index holds ", position, ", steps has ",
                     steps.numel(), " elements");
+    STD_TORCH_CHECK(!used[position], "step_index holds ", position, " twice; each of params has a counter of its own");
+    used[position] = true;
   }
   return positions;
 }
 
 double lr_value(double lr, const std::optional<Tensor>& lr_tensor) {
   if (!lr_tensor) return lr;
-  STD_TORCH_CHECK(lr_tensor->is_cpu() && lr_tensor->numel() == 1, "lr must be one element on the CPU");
-  if (lr_tensor->scalar_type() == ScalarType::Double) return *data<double>(*lr_tensor);
-  STD_TORCH_CHECK(lr_tensor->scalar_type() == ScalarType::Float, "lr must be float32 or float64");
-  return *data<float>(*lr_tensor);
+  const TensorView view = *lr_tensor;
+  STD_TORCH_CHECK(view.is_cpu() && view.numel() == 1, "lr must be one element on the CPU");
+  if (view.scalar_type() == ScalarType::Double) return *data<double>(view);
+  STD_TORCH_CHECK(view.scalar_type() == ScalarType::Float, "lr must be float32 or float64");
+  return *data<float>(view);
 }
 
-void sharded_adam(std::vector<Tensor> params, std::vector<Tensor> grads, std::vector<Tensor> exp_avgs,
-                  std::vector<Tensor> exp_avg_sqs, std::vector<Tensor> max_exp_avg_sqs, std::vector<Tensor> masters,
-                  std::vector<Tensor> shadows, Tensor steps, std::optional<Tensor> step_index, double lr, double beta1,
+void sharded_adam(StableListHandle param_list, StableListHandle grad_list, StableListHandle exp_avg_list,
+                  StableListHandle exp_avg_sq_list, StableListHandle max_exp_avg_sq_list, StableListHandle master_list,
+                  StableListHandle shadow_list, Tensor steps, std::optional<Tensor> step_index, double lr, double beta1,
                   double beta2, double eps, double weight_decay, bool decoupled_weight_decay, bool maximize,
                   std::optional<Tensor> lr_tensor, std::optional<Tensor> clip_coef, std::optional<Tensor> grad_scale,
                   std::optional<Tensor> found_inf) {
+  const TensorList params(param_list), grads(grad_list), exp_avgs(exp_avg_list), exp_avg_sqs(exp_avg_sq_list);
+  const TensorList max_exp_avg_sqs(max_exp_avg_sq_list), masters(master_list), shadows(shadow_list);
   if (params.empty()) return;
   const AdamLists lists{params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, shadows};
   const std::vector<AdamTensor> tensors = adam_tensors(lists);
@@ -325,7 +340,7 @@ void sharded_adam(std::vector<Tensor> params, std::vector<Tensor> grads, std::ve
 
   std::vector<int64_t> sizes;
   sizes.reserve(params.size());
-  for (const Tensor& param : params) sizes.push_back(param.numel());
+  for (const TensorView& param : params.views()) sizes.push_back(param.numel());
   const ChunkTable table(sizes);
   const CpuKernels& kernels = cpu_kernels();
   const float* counters = data<const float>(steps);

@@ -2,24 +2,17 @@
 // The typed Python functions check the same and explain more; these guard calls that reach the op directly.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
+#include <algorithm>
 #include <cstdint>
-#include <numeric>
+#include <utility>
 #include <vector>
 
 #include "../cpu/kernels.h"
+#include "tensor_list.h"
 
 namespace shardops {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-inline bool is_supported(ScalarType type) {
-  return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
-}
-
-inline Dtype to_dtype(const Tensor& tensor, const char* name) {
+inline Dtype to_dtype(const TensorView& tensor, const char* name) {
   switch (tensor.scalar_type()) {
     case ScalarType::Float: return Dtype::kFloat32;
     case ScalarType::BFloat16: return Dtype::kBFloat16;
@@ -30,17 +23,19 @@ inline Dtype to_dtype(const Tensor& tensor, const char* name) {
   }
 }
 
-inline void check_cpu(const Tensor& tensor, const char* name, int64_t index) {
+inline void check_cpu(const TensorView& tensor, const char* name, int64_t index) {
   STD_TORCH_CHECK(tensor.is_cpu(), name, "[", index, "] is not on the CPU, where this kernel runs; ",
                   "all tensors of one call must be on one device");
 }
 
 // Every element once, without gaps, in some order of dimensions: a flat walk over memory visits exactly the tensor.
-inline bool is_dense(const Tensor& tensor) {
+inline bool is_dense(const TensorView& tensor) {
   if (tensor.is_contiguous()) return true;
+  const int64_t* sizes = tensor.sizes();
+  const int64_t* strides = tensor.strides();
   std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
   for (int64_t d = 0; d < tensor.dim(); ++d) {
-    if (tensor.size(d) != 1) dims.emplace_back(tensor.stride(d), tensor.size(d));
+    if (sizes[d] != 1) dims.emplace_back(strides[d], sizes[d]);
   }
   std::sort(dims.begin(), dims.end());
   int64_t expected = 1;
@@ -51,12 +46,13 @@ inline bool is_dense(const Tensor& tensor) {
   return true;
 }
 
-// Same elements at the same distance from the start of each.
-inline bool is_same_order(const Tensor& a, const Tensor& b) {
+// Same shape, and every element at the same distance from the start in both.
+inline bool is_same_order(const TensorView& a, const TensorView& b) {
+  const int64_t dim = a.dim();
+  if (dim != b.dim() || !std::equal(a.sizes(), a.sizes() + dim, b.sizes())) return false;
   if (a.is_contiguous() && b.is_contiguous()) return true;
-  if (a.dim() != b.dim()) return false;
-  for (int64_t d = 0; d < a.dim(); ++d) {
-    if (a.size(d) != b.size(d) || (a.size(d) != 1 && a.stride(d) != b.stride(d))) return false;
+  for (int64_t d = 0; d < dim; ++d) {
+    if (a.sizes()[d] != 1 && a.strides()[d] != b.strides()[d]) return false;
   }
   return true;
 }

@@ -27,11 +27,7 @@ void decode_split(float* __restrict tile, const Bf16* __restrict high, const int
 }
 
 void encode_split(Bf16* __restrict high, int16_t* __restrict remainder, const float* __restrict tile, int64_t numel) {
-  for (int64_t i = 0; i < numel; ++i) {
-    const SplitFp32 split = split_fp32(tile[i]);
-    high[i] = split.high;
-    remainder[i] = split.remainder;
-  }
+  for (int64_t i = 0; i < numel; ++i) split_fp32(tile[i], high[i], remainder[i]);
 }
 
 void unscale(float* __restrict tile, const float* __restrict grad, float grad_scale, int64_t numel) {
