@@ -214,16 +214,16 @@ struct AdamLists {
   const TensorList& shadows;
 };
 
-void* checked_data(const TensorList& list, size_t index, const char* name, const TensorView& param,
-                   ScalarType type) {
+// The data of one tensor of a list, checked against its parameter; null for an absent list.
+void* checked_data(const TensorList& list, size_t index, const char* name, const Geometry& param, int32_t dtype) {
   if (list.empty()) return nullptr;
   const TensorView& tensor = list[index];
   check_cpu(tensor, name, index);
-  STD_TORCH_CHECK(tensor.scalar_type() == type, name, "[", index, "] has dtype ",
-                  torch::headeronly::toString(tensor.scalar_type()), ", the call needs ",
-                  torch::headeronly::toString(type), " for all of them");
-  STD_TORCH_CHECK(is_same_order(tensor, param), name, "[", index,
-                  "] differs from params[", index, "] in shape or memory order");
+  STD_TORCH_CHECK(tensor.dtype_code() == dtype, name, "[", index, "] has dtype ",
+                  torch::headeronly::toString(tensor.scalar_type()),
+                  "; moments are float32, and each other list has one dtype throughout");
+  STD_TORCH_CHECK(is_same_order(tensor, param), name, "[", index, "] differs from params[", index,
+                  "] in shape or memory order");
   return tensor.data_ptr();
 }
 
@@ -259,25 +259,27 @@ std::vector<AdamTensor> adam_tensors(const AdamLists& lists) {
   check_length(lists.max_exp_avg_sqs, "max_exp_avg_sqs", true);
   check_length(lists.masters, "masters", true);
   check_length(lists.shadows, "shadows", true);
-  const auto first_type = [](const TensorList& list) {
-    return list.empty() ? ScalarType::Float : list[0].scalar_type();
-  };
+  const int32_t fp32 = aoti_torch_dtype_float32();
+  const auto dtype_of = [fp32](const TensorList& list) { return list.empty() ? fp32 : list[0].dtype_code(); };
+  const int32_t param_dtype = dtype_of(lists.params), grad_dtype = dtype_of(lists.grads);
+  const int32_t master_dtype = dtype_of(lists.masters), shadow_dtype = dtype_of(lists.shadows);
   std::vector<AdamTensor> tensors;
   tensors.reserve(count);
   for (size_t i = 0; i < count; ++i) {
-    const TensorView& param = lists.params[i];
-    STD_TORCH_CHECK(is_dense(param), "params[", i, "] has gaps or overlaps in memory");
-    const auto fp32 = [&](const TensorList& list, const char* name) {
-      return static_cast<float*>(checked_data(list, i, name, param, ScalarType::Float));
+    const Geometry param(lists.params[i]);
+    STD_TORCH_CHECK(param.is_contiguous || is_dense(lists.params[i]), "params[", i, "] has gaps or overlaps in memory");
+    const auto moment = [&](const TensorList& list, const char* name) {
+      return static_cast<float*>(checked_data(list, i, name, param, fp32));
     };
     tensors.push_back(AdamTensor{
-        checked_data(lists.params, i, "params", param, first_type(lists.params)),
-        checked_data(lists.grads, i, "grads", param, first_type(lists.grads)),
-        fp32(lists.exp_avgs, "exp_avgs"),
-        fp32(lists.exp_avg_sqs, "exp_avg_sqs"),
-        fp32(lists.max_exp_avg_sqs, "max_exp_avg_sqs"),
-        checked_data(lists.masters, i, "masters", param, first_type(lists.masters)),
-        checked_data(lists.shadows, i, "shadows", param, first_type(lists.shadows)),
+        checked_data(lists.params, i, "params", param, param_dtype),
+        checked_data(lists.grads, i, "grads", param, grad_dtype),
+        moment(lists.exp_avgs, "exp_avgs"),
+        moment(lists.exp_avg_sqs, "exp_avg_sqs"),
+        moment(lists.max_exp_avg_sqs, "max_exp_avg_sqs"),
+        checked_data(lists.masters, i, "masters", param, master_dtype),
+        checked_data(lists.shadows, i, "shadows", param, shadow_dtype),
+        param.numel,
     });
   }
   return tensors;
@@ -299,10 +301,11 @@ std::vector<int64_t> step_positions(const TensorView& steps, const std::optional
   } else {
     std::iota(positions.begin(), positions.end(), 0);
   }
-  std::vector<bool> used(steps.numel());
+  const int64_t counters = steps.numel();
+  std::vector<bool> used(counters);
   for (int64_t position : positions) {
-    STD_TORCH_CHECK(position >= 0 && position < steps.numel(), "step_index holds ", position, ", steps has ",
-                    steps.numel(), " elements");
+    STD_TORCH_CHECK(position >= 0 && position < counters, "step_index holds ", position, ", steps has ", counters,
+                    " elements");
     STD_TORCH_CHECK(!used[position], "step_index holds ", position, " twice; each of params has a counter of its own");
     used[position] = true;
   }
@@ -340,7 +343,7 @@ void sharded_adam(StableListHandle param_list, StableListHandle grad_list, Stabl
 
   std::vector<int64_t> sizes;
   sizes.reserve(params.size());
-  for (const TensorView& param : params.views()) sizes.push_back(param.numel());
+  for (const AdamTensor& tensor : tensors) sizes.push_back(tensor.numel);
   const ChunkTable table(sizes);
   const CpuKernels& kernels = cpu_kernels();
   const float* counters = data<const float>(steps);

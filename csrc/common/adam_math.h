@@ -20,7 +20,7 @@ struct AdamOptions {
 // What the loop over elements needs, computed once a tensor in float64 and rounded once.
 struct AdamScalars {
   float exp_avg_weight;      // weight of (grad - exp_avg): 1 - beta1, or -beta1 when the sum starts from grad
-  bool from_grad;            // torch's lerp starts from its nearer end
+  uint32_t from_grad;        // 0 or 1: torch's lerp starts from its nearer end. As wide as a float, for vector selects
   float beta2;
   float grad_weight;         // 1 - beta2
   float step_size;           // lr / (1 - beta1^t) * sqrt(1 - beta2^t)
@@ -77,8 +77,9 @@ SHARDOPS_HD void adam_update(const AdamScalars& scalars, float grad, float& mast
 
   float second = exp_avg_sq;
   if (kAmsgrad) {
-    // The larger one, NaN if either is.
-    second = (exp_avg_sq > max_exp_avg_sq || exp_avg_sq != exp_avg_sq) ? exp_avg_sq : max_exp_avg_sq;
+    // The larger one, NaN if either is. Not ||: a branch would keep the loop from being vectorised.
+    const bool is_new = (exp_avg_sq > max_exp_avg_sq) | (exp_avg_sq != exp_avg_sq);
+    second = is_new ? exp_avg_sq : max_exp_avg_sq;
     max_exp_avg_sq = second;
   }
   const float denominator = SHARDOPS_ADD(SHARDOPS_SQRT(second), scalars.eps);

@@ -46,13 +46,29 @@ inline bool is_dense(const TensorView& tensor) {
   return true;
 }
 
+// What other tensors of an update are compared with, read once.
+struct Geometry {
+  explicit Geometry(const TensorView& tensor)
+      : numel(tensor.numel()),
+        dim(tensor.dim()),
+        sizes(tensor.sizes()),
+        strides(tensor.strides()),
+        is_contiguous(tensor.is_contiguous()) {}
+
+  int64_t numel;
+  int64_t dim;
+  const int64_t* sizes;
+  const int64_t* strides;
+  bool is_contiguous;
+};
+
 // Same shape, and every element at the same distance from the start in both.
-inline bool is_same_order(const TensorView& a, const TensorView& b) {
-  const int64_t dim = a.dim();
-  if (dim != b.dim() || !std::equal(a.sizes(), a.sizes() + dim, b.sizes())) return false;
-  if (a.is_contiguous() && b.is_contiguous()) return true;
-  for (int64_t d = 0; d < dim; ++d) {
-    if (a.sizes()[d] != 1 && a.strides()[d] != b.strides()[d]) return false;
+inline bool is_same_order(const TensorView& tensor, const Geometry& other) {
+  if (tensor.dim() != other.dim || !std::equal(other.sizes, other.sizes + other.dim, tensor.sizes())) return false;
+  if (other.is_contiguous && tensor.is_contiguous()) return true;
+  const int64_t* strides = tensor.strides();
+  for (int64_t d = 0; d < other.dim; ++d) {
+    if (other.sizes[d] != 1 && strides[d] != other.strides[d]) return false;
   }
   return true;
 }

@@ -16,8 +16,7 @@ SHARDOPS_HD float join_fp32(Bf16 high, int16_t remainder) {
 // high = (bits + 0x8000) >> 16; remainder = bits - (high << 16). A NaN becomes 0x7FC00000 first: the integer rule would
 // turn 0x7FFFFFFF into -0.0 and 0x7F800001 into infinity.
 SHARDOPS_HD void split_fp32(float value, Bf16& high, int16_t& remainder) {
-  const uint32_t given = float_to_bits(value);
-  const uint32_t bits = (given & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC00000u : given;
+  const uint32_t bits = value != value ? 0x7FC00000u : float_to_bits(value);
   const uint32_t upper = (bits + 0x8000u) >> 16;
   high.bits = static_cast<uint16_t>(upper);
   remainder = static_cast<int16_t>(static_cast<uint16_t>(bits - (upper << 16)));

@@ -25,10 +25,14 @@ class TensorView {
   const int64_t* sizes() const { return get<int64_t*>(aoti_torch_get_sizes); }
   const int64_t* strides() const { return get<int64_t*>(aoti_torch_get_strides); }
   bool is_contiguous() const { return get<bool>(aoti_torch_is_contiguous); }
-  bool is_cpu() const { return get<int32_t>(aoti_torch_get_device_type) == aoti_torch_device_type_cpu(); }
-
+  bool is_cpu() const {
+    static const int32_t cpu = aoti_torch_device_type_cpu();
+    return get<int32_t>(aoti_torch_get_device_type) == cpu;
+  }
+  // The C interface's number of a dtype: equal numbers, equal dtypes.
+  int32_t dtype_code() const { return get<int32_t>(aoti_torch_get_dtype); }
   ScalarType scalar_type() const {
-    return torch::stable::detail::to<ScalarType>(torch::stable::detail::from(get<int32_t>(aoti_torch_get_dtype)));
+    return torch::stable::detail::to<ScalarType>(torch::stable::detail::from(dtype_code()));
   }
 
  private:

@@ -44,6 +44,7 @@ struct AdamTensor {
   float* max_exp_avg_sq;
   void* master;  // int16 remainder or fp32
   void* shadow;  // a low-precision copy of the updated parameter: next all-gather's input
+  int64_t numel;
 };
 
 struct CpuKernels {

@@ -1,6 +1,5 @@
 // The sharded Adam step on a CPU: a range of one tensor, tile by tile, in one pass over memory.
-// A tile's master weights and gradients are fp32 in the L1 cache while the formula runs, so that one loop serves every
-// dtype; where they are fp32 in memory already, the loop works on memory itself.
+// A tile's updated masters are in the L1 cache when the parameter, its remainder and its shadow are made of them.
 #include "isa.h"
 
 #include "../common/split_fp32.h"
@@ -12,26 +11,12 @@ namespace {
 constexpr int64_t kTile = 512;
 
 template <typename T>
-void decode(float* __restrict tile, const T* __restrict source, int64_t numel) {
-  for (int64_t i = 0; i < numel; ++i) tile[i] = to_float(source[i]);
-}
-
-template <typename T>
 void encode(T* __restrict destination, const float* __restrict tile, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) from_float(tile[i], destination[i]);
 }
 
-void decode_split(float* __restrict tile, const Bf16* __restrict high, const int16_t* __restrict remainder,
-                  int64_t numel) {
-  for (int64_t i = 0; i < numel; ++i) tile[i] = join_fp32(high[i], remainder[i]);
-}
-
 void encode_split(Bf16* __restrict high, int16_t* __restrict remainder, const float* __restrict tile, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) split_fp32(tile[i], high[i], remainder[i]);
-}
-
-void unscale(float* __restrict tile, const float* __restrict grad, float grad_scale, int64_t numel) {
-  for (int64_t i = 0; i < numel; ++i) tile[i] = SHARDOPS_DIV(grad[i], grad_scale);
 }
 
 void encode_as(Dtype dtype, void* destination, int64_t offset, const float* tile, int64_t numel) {
@@ -42,52 +27,86 @@ void encode_as(Dtype dtype, void* destination, int64_t offset, const float* tile
   }
 }
 
-template <bool kCoupled, bool kAmsgrad>
-void update(const AdamScalars scalars, const float* __restrict grad, float* __restrict master,
-            float* __restrict exp_avg, float* __restrict exp_avg_sq, float* __restrict max_exp_avg_sq,
-            int64_t numel) {
-  float unused = 0.0f;
+// Not inlined: __restrict holds for the parameters of a function, and without it the vectoriser gives up on so many
+// arrays.
+template <bool kCoupled, bool kAmsgrad, typename Grad>
+__attribute__((noinline)) void update(const AdamScalars scalars, const Grad* __restrict grad, float* __restrict master, float* __restrict exp_avg,
+            float* __restrict exp_avg_sq, float* __restrict max_exp_avg_sq, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) {
-    adam_update<kCoupled, kAmsgrad>(scalars, grad[i], master[i], exp_avg[i], exp_avg_sq[i],
-                                    kAmsgrad ? max_exp_avg_sq[i] : unused);
+    float largest = kAmsgrad ? max_exp_avg_sq[i] : 0.0f;
+    adam_update<kCoupled, kAmsgrad>(scalars, to_float(grad[i]), master[i], exp_avg[i], exp_avg_sq[i], largest);
+    if (kAmsgrad) max_exp_avg_sq[i] = largest;
   }
 }
 
-using Update = void (*)(const AdamScalars, const float*, float*, float*, float*, float*, int64_t);
-
-Update select_update(const AdamFormat& format) {
-  if (format.coupled_decay) return format.amsgrad ? update<true, true> : update<true, false>;
-  return format.amsgrad ? update<false, true> : update<false, false>;
+// The updated masters go to a tile: splitting them in this loop, too, costs more than the tile does.
+template <bool kCoupled, bool kAmsgrad, typename Grad>
+__attribute__((noinline)) void update_split(const AdamScalars scalars, const Grad* __restrict grad,
+                                            const Bf16* __restrict high, const int16_t* __restrict remainder,
+                                            float* __restrict master, float* __restrict exp_avg,
+                                            float* __restrict exp_avg_sq, float* __restrict max_exp_avg_sq,
+                                            int64_t numel) {
+  for (int64_t i = 0; i < numel; ++i) {
+    float value = join_fp32(high[i], remainder[i]);
+    float largest = kAmsgrad ? max_exp_avg_sq[i] : 0.0f;
+    adam_update<kCoupled, kAmsgrad>(scalars, to_float(grad[i]), value, exp_avg[i], exp_avg_sq[i], largest);
+    if (kAmsgrad) max_exp_avg_sq[i] = largest;
+    master[i] = value;
+  }
 }
 
-// The tile's gradients as fp32: the tensor itself, or a decoded and unscaled copy in `tile`.
-const float* load_grad(const AdamFormat& format, const AdamTensor& tensor, int64_t offset, int64_t numel, float* tile) {
-  const float* grad = tile;
+// Updates a tile; returns its masters: in memory, or in `tile` for a split.
+template <bool kCoupled, bool kAmsgrad, typename Grad>
+float* update_tile(const AdamFormat& format, const AdamTensor& tensor, const AdamScalars& scalars, const Grad* grad,
+                   int64_t offset, int64_t numel, float* tile) {
+  float* max_exp_avg_sq = kAmsgrad ? tensor.max_exp_avg_sq + offset : nullptr;
+  float* exp_avg = tensor.exp_avg + offset;
+  float* exp_avg_sq = tensor.exp_avg_sq + offset;
+  if (format.master == Master::kSplit) {
+    update_split<kCoupled, kAmsgrad>(scalars, grad, static_cast<const Bf16*>(tensor.param) + offset,
+                                     static_cast<const int16_t*>(tensor.master) + offset, tile, exp_avg, exp_avg_sq,
+                                     max_exp_avg_sq, numel);
+    return tile;
+  }
+  float* master = static_cast<float*>(format.master == Master::kParam ? tensor.param : tensor.master) + offset;
+  update<kCoupled, kAmsgrad>(scalars, grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq, numel);
+  return master;
+}
+
+template <typename Grad>
+float* update_tile(const AdamFormat& format, const AdamTensor& tensor, const AdamScalars& scalars, const Grad* grad,
+                   int64_t offset, int64_t numel, float* tile) {
+  if (format.coupled_decay) {
+    return format.amsgrad ? update_tile<true, true>(format, tensor, scalars, grad, offset, numel, tile)
+                          : update_tile<true, false>(format, tensor, scalars, grad, offset, numel, tile);
+  }
+  return format.amsgrad ? update_tile<false, true>(format, tensor, scalars, grad, offset, numel, tile)
+                        : update_tile<false, false>(format, tensor, scalars, grad, offset, numel, tile);
+}
+
+template <typename Grad>
+float* unscale_and_update(const AdamFormat& format, const AdamTensor& tensor, const AdamScalars& scalars,
+                          const Grad* grad, int64_t offset, int64_t numel, float* tile) {
+  if (!format.unscale) return update_tile(format, tensor, scalars, grad, offset, numel, tile);
+  alignas(64) float unscaled[kTile];
+  for (int64_t i = 0; i < numel; ++i) unscaled[i] = SHARDOPS_DIV(to_float(grad[i]), format.grad_scale);
+  return update_tile(format, tensor, scalars, static_cast<const float*>(unscaled), offset, numel, tile);
+}
+
+float* update_tile(const AdamFormat& format, const AdamTensor& tensor, const AdamScalars& scalars, int64_t offset,
+                   int64_t numel, float* tile) {
   switch (format.grad) {
-    case Dtype::kFloat32: grad = static_cast<const float*>(tensor.grad) + offset; break;
-    case Dtype::kBFloat16: decode(tile, static_cast<const Bf16*>(tensor.grad) + offset, numel); break;
-    case Dtype::kFloat16: decode(tile, static_cast<const Fp16*>(tensor.grad) + offset, numel); break;
+    case Dtype::kFloat32:
+      return unscale_and_update(format, tensor, scalars, static_cast<const float*>(tensor.grad) + offset, offset, numel,
+                                tile);
+    case Dtype::kBFloat16:
+      return unscale_and_update(format, tensor, scalars, static_cast<const Bf16*>(tensor.grad) + offset, offset, numel,
+                                tile);
+    case Dtype::kFloat16:
+      return unscale_and_update(format, tensor, scalars, static_cast<const Fp16*>(tensor.grad) + offset, offset, numel,
+                                tile);
   }
-  if (!format.unscale) return grad;
-  if (grad == tile) {
-    for (int64_t i = 0; i < numel; ++i) tile[i] = SHARDOPS_DIV(tile[i], format.grad_scale);
-  } else {
-    unscale(tile, grad, format.grad_scale, numel);
-  }
-  return tile;
-}
-
-// The tile's master weights: where they are in memory, or a decoded copy in `tile`.
-float* load_master(const AdamFormat& format, const AdamTensor& tensor, int64_t offset, int64_t numel, float* tile) {
-  switch (format.master) {
-    case Master::kParam: return static_cast<float*>(tensor.param) + offset;
-    case Master::kFloat32: return static_cast<float*>(tensor.master) + offset;
-    case Master::kSplit:
-      decode_split(tile, static_cast<const Bf16*>(tensor.param) + offset,
-                   static_cast<const int16_t*>(tensor.master) + offset, numel);
-      return tile;
-  }
-  return tile;
+  return nullptr;
 }
 
 void store_param(const AdamFormat& format, const AdamTensor& tensor, int64_t offset, int64_t numel,
@@ -105,19 +124,13 @@ void store_param(const AdamFormat& format, const AdamTensor& tensor, int64_t off
 
 void sharded_adam(const AdamFormat& format, const AdamTensor& tensor, const AdamScalars& scalars, int64_t begin,
                   int64_t end) {
-  alignas(64) float grad_tile[kTile];
   alignas(64) float master_tile[kTile];
-  const Update update_tile = select_update(format);
-  // With everything fp32 in memory there is nothing to stage, and one long loop prefetches best.
-  const bool in_place = format.grad == Dtype::kFloat32 && !format.unscale && format.master == Master::kParam &&
-                        !format.has_shadow;
+  // A step that ends where it began has nothing to write out: one long loop over memory prefetches best.
+  const bool in_place = !format.unscale && format.master == Master::kParam && !format.has_shadow;
   const int64_t tile = in_place ? end - begin : kTile;
   for (int64_t offset = begin; offset < end; offset += tile) {
     const int64_t numel = end - offset < tile ? end - offset : tile;
-    const float* grad = load_grad(format, tensor, offset, numel, grad_tile);
-    float* master = load_master(format, tensor, offset, numel, master_tile);
-    update_tile(scalars, grad, master, tensor.exp_avg + offset, tensor.exp_avg_sq + offset,
-                format.amsgrad ? tensor.max_exp_avg_sq + offset : nullptr, numel);
+    const float* master = update_tile(format, tensor, scalars, offset, numel, master_tile);
     store_param(format, tensor, offset, numel, master);
   }
 }
