@@ -361,8 +361,38 @@ void sharded_adam(StableListHandle param_list, StableListHandle grad_list, Stabl
   for (int64_t position : positions) updated[position] += 1.0f;
 }
 
+// ---- geometry_hash ---------------------------------------------------------------------------------------------------
+
+// FNV-1a over 64-bit words.
+class Hash {
+ public:
+  void add(int64_t word) { value_ = (value_ ^ static_cast<uint64_t>(word)) * 0x100000001B3u; }
+  int64_t value() const { return static_cast<int64_t>(value_ ^ (value_ >> 32)); }
+
+ private:
+  uint64_t value_ = 0xCBF29CE484222325u;
+};
+
+int64_t geometry_hash(StableListHandle tensor_list) {
+  const TensorList tensors(tensor_list);
+  Hash hash;
+  for (const TensorView& tensor : tensors.views()) {
+    const int64_t dim = tensor.dim();
+    const bool is_strided = tensor.is_strided();
+    hash.add(dim * 2 + is_strided);
+    hash.add((int64_t{tensor.device_type()} << 40) ^ (int64_t{tensor.device_index()} << 8) ^ tensor.dtype_code());
+    for (int64_t d = 0; d < dim; ++d) hash.add(tensor.sizes()[d]);
+    for (int64_t d = 0; d < dim && is_strided; ++d) hash.add(tensor.strides()[d]);
+  }
+  return hash.value();
+}
+
 }  // namespace
 }  // namespace shardops
+
+STABLE_TORCH_LIBRARY_IMPL(shardops, CompositeExplicitAutograd, library) {
+  library.impl("geometry_hash", TORCH_BOX(&shardops::geometry_hash));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(shardops, CPU, library) {
   library.impl("flatten_shard", TORCH_BOX(&shardops::flatten_shard));

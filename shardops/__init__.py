@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import backends as _backends  # noqa: F401  (imported first: the function below takes the package's name)
 from . import ops
 from .collectives import all_gather_cast, grad_norm
 from .ops._registry import backends

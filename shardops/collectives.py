@@ -6,7 +6,7 @@ Beside the plan and above the ops; outside ``integrations/`` this is the only pl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,7 +53,9 @@ def all_gather_cast(
     gather_input = ops.cast_gather(shards, dtype, backend=backend)
     world_size = dist.get_world_size(group)
     gathered = gather_input.new_empty(world_size, gather_input.numel())
-    work = dist.all_gather_into_tensor(gathered.view(-1), gather_input, group=group, async_op=async_op)
+    # torch 2.13 renamed the collective; the old name warns there.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work = gather(gathered.view(-1), gather_input, group=group, async_op=async_op)
     views = []
     offset = 0
     for shard in shards:
@@ -99,26 +101,30 @@ def sharded_norm(
     device: torch.device,
     *,
     group: ProcessGroup | None = None,
+    in_group: Callable[[Tensor], bool] = lambda param: True,
     norm_type: float = 2.0,
     backend: str | None = None,
 ) -> Tensor:
     """:func:`grad_norm` over ``(parameter, gradient or None)`` pairs.
 
-    The parameters say which collectives there are, so that a rank without gradients takes part in them.
+    The parameters say which collectives there are, so that a rank without gradients takes part in them. ``in_group``
+    says which plain parameters ``group`` shards; the others are whole on every rank, and count once.
     """
     norm_type = check_norm_type(norm_type)
     reduce = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
-    meshes: dict[Any, list[tuple[Tensor, Tensor | None]]] = {}
+    # By what shards them: a mesh, the group, or nothing. The group first: a rank may hold none of its shards.
+    meshes: dict[Any, list[tuple[Tensor, Tensor | None]]] = {} if group is None else {group: []}
     for param, grad in sources:
-        meshes.setdefault(getattr(param, "device_mesh", None), []).append((param, grad))
-    if group is not None:
-        meshes.setdefault(None, [])
+        mesh = getattr(param, "device_mesh", None)
+        if mesh is None and group is not None and in_group(param):
+            mesh = group
+        meshes.setdefault(mesh, []).append((param, grad))
 
     # The sum of powers (or the largest magnitude), and whether a NaN was met: a collective's maximum may lose one.
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for mesh, members in meshes.items():
         part = torch.zeros(2, dtype=torch.float64, device=device)
-        dims = [] if mesh is None else _sharded_dims(param for param, _ in members)
+        dims = [] if mesh is None or mesh is group else _sharded_dims(param for param, _ in members)
         by_replicas: dict[tuple[int, torch.device], list[Tensor]] = {}
         for param, grad in members:
             if grad is not None:
@@ -132,7 +138,7 @@ def sharded_norm(
             part = _combined(part, torch.stack((share, is_nan.double())).to(device), norm_type)
         for dim in dims:
             dist.all_reduce(part, reduce, group=mesh.get_group(dim))
-        if mesh is None and group is not None:
+        if group is not None and mesh is group:
             dist.all_reduce(part, reduce, group=group)
         total = _combined(total, part, norm_type)
     norm = total[0].sqrt() if norm_type == 2.0 else total[0]

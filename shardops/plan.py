@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .collectives import local_tensor
 from .ops import _checks
+from .ops._geometry import geometry_hash
 
 
 @dataclass
@@ -45,8 +46,7 @@ class Bucket:
 
     Attributes:
         members: positions of the parameters among the plan's entries.
-        dense: every tensor but the gradients is row-major.
-        regular: the gradients of this step are, too: the kernel may take the lists as they are.
+        regular: every tensor is row-major: the kernel may take the lists as they are.
     """
 
     group_index: int
@@ -59,10 +59,13 @@ class Bucket:
     masters: list[Tensor]
     steps: Tensor  # 1D
     step_index: Tensor  # int64, 1D, CPU
-    dense: bool
     shadows: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     regular: bool = False
+
+
+class StalePlanError(Exception):
+    """The parameters have other dtypes or devices than the plan, and so than their states, was made for."""
 
 
 class UpdatePlan:
@@ -70,11 +73,18 @@ class UpdatePlan:
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self.entries = list(entries)
-        self._buckets: list[Bucket] = []
-        self._signature: list[Any] | None = None
+        self._params = [entry.param for entry in self.entries]
         # DTensors' local tensors are replaced by to_empty, .to() and resharding; a plain parameter is its own.
-        self._sharded = [e.param for e in self.entries if hasattr(e.param, "_local_tensor")]
-        self._sharded_locals: list[Tensor] = []
+        self._is_sharded = any(hasattr(param, "_local_tensor") for param in self._params)
+        self._locals = list(map(local_tensor, self._params))
+        self._formats = _formats(self._params)
+        self._buckets: list[Bucket] = []
+        # What the buckets were built for; see _is_as_built.
+        self._built_for: tuple[list[bool], list[Any], int] | None = None
+
+    def is_stale(self) -> bool:
+        """Whether ``module.to()`` cast or moved parameters since; it keeps the parameter objects."""
+        return _formats(self._params) != self._formats
 
     def refresh(self, grads: Sequence[Tensor | None]) -> list[Bucket]:
         """The buckets with these gradients in place; a parameter whose gradient is None is in none of them.
@@ -83,29 +93,28 @@ class UpdatePlan:
             grads: one for each entry, plain or DTensor.
 
         Raises:
+            StalePlanError: parameters were cast or moved; make a plan with states to match.
             TypeError: a gradient is sparse or of an unsupported dtype.
             ValueError: a gradient's shape, device or placements are not its parameter's.
         """
-        signature = [None if grad is None else grad.dtype for grad in grads]
-        locals_now = [param._local_tensor for param in self._sharded]  # type: ignore[attr-defined]
-        if signature != self._signature or not all(map(is_, locals_now, self._sharded_locals)):
-            self._signature = None
+        params = list(map(local_tensor, self._params)) if self._is_sharded else self._params
+        local_grads = list(map(_local_or_none, grads)) if self._is_sharded else grads
+        built_for = (
+            [grad is None for grad in grads],
+            [getattr(grad, "placements", None) for grad in grads] if self._is_sharded else [],
+            geometry_hash([*params, *(grad for grad in local_grads if grad is not None)]),
+        )
+        if built_for != self._built_for or built_for[2] is None or not all(map(is_, params, self._locals)):
+            self._built_for = None
+            if self.is_stale():
+                raise StalePlanError
             self._check_grads(grads)
-            self._buckets = self._build(grads)
-            self._signature, self._sharded_locals = signature, locals_now
+            self._locals = params
+            self._buckets = self._build(grads, local_grads)
+            self._built_for = built_for
         for bucket in self._buckets:
-            self._place_grads(bucket, grads)
+            bucket.grads = [local_grads[i] for i in bucket.members]  # type: ignore[misc]
         return self._buckets
-
-    def _place_grads(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> None:
-        bucket.grads = [local_tensor(grads[i]) for i in bucket.members]  # type: ignore[arg-type]
-        bucket.regular = bucket.dense
-        for index, (grad, param) in enumerate(zip(bucket.grads, bucket.params, strict=True)):
-            if grad.shape != param.shape or grad.device != param.device:
-                self._check_grads(grads)
-                _check_match(f"parameter {bucket.members[index]}", param, grad)
-            if not grad.is_contiguous():
-                bucket.regular = False
 
     def _check_grads(self, grads: Sequence[Tensor | None]) -> None:
         for index, (entry, grad) in enumerate(zip(self.entries, grads, strict=True)):
@@ -135,41 +144,51 @@ class UpdatePlan:
                 )
             _check_match(label, entry.param, grad)
 
-    def _build(self, grads: Sequence[Tensor | None]) -> list[Bucket]:
+    def _build(self, grads: Sequence[Tensor | None], local_grads: Sequence[Tensor | None]) -> list[Bucket]:
         members: dict[Any, list[int]] = {}
+        seen: dict[int, int] = {}  # a parameter listed twice is stepped twice, as in torch: one launch after another
         for index, (entry, grad) in enumerate(zip(self.entries, grads, strict=True)):
             if grad is None:
                 continue
             param = entry.param
             master = entry.state[entry.master_key].dtype if entry.master_key else None
             amsgrad = "max_exp_avg_sq" in entry.state
-            key = (entry.group_index, param.device, param.dtype, grad.dtype, master, amsgrad, entry.steps.device)
+            seen[id(param)] = occurrence = seen.get(id(param), -1) + 1
+            dtypes = (param.dtype, grad.dtype, master)
+            key = (entry.group_index, occurrence, param.device, *dtypes, amsgrad, entry.steps.device)
             members.setdefault(key, []).append(index)
-        return [self._bucket(indices) for indices in members.values()]
+        return [self._bucket(indices, local_grads) for indices in members.values()]
 
-    def _bucket(self, indices: list[int]) -> Bucket:
+    def _bucket(self, indices: list[int], local_grads: Sequence[Tensor | None]) -> Bucket:
         entries = [self.entries[i] for i in indices]
 
         def states(key: str) -> list[Tensor]:
-            return [local_tensor(e.state[key]) for e in entries if key in e.state]
+            return [local_tensor(entry.state[key]) for entry in entries if key in entry.state]
 
-        params = [local_tensor(e.param.detach()) if not e.param.is_leaf else local_tensor(e.param) for e in entries]
-        lists = {
-            "exp_avgs": states("exp_avg"),
-            "exp_avg_sqs": states("exp_avg_sq"),
-            "max_exp_avg_sqs": states("max_exp_avg_sq"),
-            "masters": [local_tensor(e.state[e.master_key]) for e in entries if e.master_key],
-        }
-        return Bucket(
+        bucket = Bucket(
             group_index=entries[0].group_index,
-            device=params[0].device,
+            device=entries[0].param.device,
             members=indices,
-            params=params,
-            **lists,
+            params=[self._locals[i] for i in indices],
+            exp_avgs=states("exp_avg"),
+            exp_avg_sqs=states("exp_avg_sq"),
+            max_exp_avg_sqs=states("max_exp_avg_sq"),
+            masters=[local_tensor(entry.state[entry.master_key]) for entry in entries if entry.master_key],
             steps=entries[0].steps,
-            step_index=torch.tensor([e.step_position for e in entries], dtype=torch.int64),
-            dense=all(t.is_contiguous() for tensors in (params, *lists.values()) for t in tensors),
+            step_index=torch.tensor([entry.step_position for entry in entries], dtype=torch.int64),
         )
+        lists = (bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.masters)
+        grads = [local_grads[i] for i in indices]
+        bucket.regular = all(tensor.is_contiguous() for tensors in (*lists, grads) for tensor in tensors)  # type: ignore[union-attr]
+        return bucket
+
+
+def _formats(params: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device]]:
+    return [(param.dtype, param.device) for param in params]
+
+
+def _local_or_none(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else local_tensor(grad)
 
 
 def _check_match(label: str, param: Tensor, grad: Tensor) -> None:

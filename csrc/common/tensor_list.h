@@ -25,9 +25,15 @@ class TensorView {
   const int64_t* sizes() const { return get<int64_t*>(aoti_torch_get_sizes); }
   const int64_t* strides() const { return get<int64_t*>(aoti_torch_get_strides); }
   bool is_contiguous() const { return get<bool>(aoti_torch_is_contiguous); }
+  int32_t device_type() const { return get<int32_t>(aoti_torch_get_device_type); }
+  int32_t device_index() const { return get<int32_t>(aoti_torch_get_device_index); }
+  bool is_strided() const {
+    static const int32_t strided = aoti_torch_layout_strided();
+    return get<int32_t>(aoti_torch_get_layout) == strided;
+  }
   bool is_cpu() const {
     static const int32_t cpu = aoti_torch_device_type_cpu();
-    return get<int32_t>(aoti_torch_get_device_type) == cpu;
+    return device_type() == cpu;
   }
   // The C interface's number of a dtype: equal numbers, equal dtypes.
   int32_t dtype_code() const { return get<int32_t>(aoti_torch_get_dtype); }

@@ -54,9 +54,13 @@ def check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype | None, devi
     """
     check_tensors([out], "out")
     if tuple(out.shape) != tuple(shape):
-        raise ValueError(f"out has shape {tuple(out.shape)}, the result has {tuple(shape)}; allocate it so, or pass none")
+        raise ValueError(
+            f"out has shape {tuple(out.shape)}, the result has {tuple(shape)}; allocate it so, or pass none"
+        )
     if dtype is not None and out.dtype != dtype:
-        raise ValueError(f"out has dtype {out.dtype}, but dtype={dtype} was asked for; give one of the two, or equal ones")
+        raise ValueError(
+            f"out has dtype {out.dtype}, but dtype={dtype} was asked for; give one of the two, or equal ones"
+        )
     if out.device != device:
         raise ValueError(f"out is on {out.device}, the tensors are on {device}; allocate it there")
     if not out.is_contiguous():

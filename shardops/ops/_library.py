@@ -6,11 +6,15 @@ device, ``reference`` and ``triton`` are those backends by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 _LIBRARY = torch.library.Library("shardops", "DEF")
 NAMED_OVERLOADS = ("reference", "triton")
@@ -34,12 +38,43 @@ def define(name: str, signature: str, fake: Callable[..., Any], implementation: 
         _LIBRARY.impl(qualified, implementation(overload or None), "CompositeExplicitAutograd")
 
 
+def define_host(schema: str) -> None:
+    """Defines an op that looks at tensors without reading them; the C++ library alone implements it, for all devices."""
+    _LIBRARY.define(schema)
+
+
 def overload(name: str, backend: str | None) -> Any:
     """The ``torch.ops`` overload of a primitive; ``backend`` None or ``"cpp"``: the default one."""
     packet = getattr(torch.ops.shardops, name)
     return getattr(packet, backend if backend in NAMED_OVERLOADS else "default")
 
 
+def is_traced() -> bool:
+    """Whether torch watches calls: torch.compile, or a dispatch mode (FakeTensors, make_fx).
+
+    An op must then go through the dispatcher, and nothing made meanwhile may be cached: it can be a FakeTensor.
+    """
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+
+
+def mark_written(tensors: Iterable[Tensor]) -> None:
+    """Bumps the version counters of tensors that an op wrote, which the C++ and Triton kernels do not do.
+
+    Autograd finds a saved tensor that was overwritten by it, and the optimizer a parameter that someone else wrote.
+    """
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(tensors)
+
+
+@functools.cache
+def load() -> bool:
+    """Loads the op library if it was built; call it when all schemas are defined. Whether it is there."""
+    path = library_path()
+    if path.exists():
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    return path.exists()
+
+
 def library_path() -> Path:
-    """Where the built op library lies, whether or not it is there."""
-    return Path(__file__).resolve().parent.parent / "_ops.so"
+    """Where the built op library lies, whether or not it is there; SHARDOPS_LIBRARY names another build."""
+    return Path(os.environ.get("SHARDOPS_LIBRARY") or Path(__file__).resolve().parent.parent / "_ops.so")

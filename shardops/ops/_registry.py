@@ -56,11 +56,7 @@ def backends(device_type: str | None = None) -> dict[str, str]:
 
 @functools.cache
 def _resolve(primitive: str, device_type: str, backend: str) -> Callable[..., Any]:
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"backend is {backend!r}, which is none of {', '.join(map(repr, BACKENDS))}; "
-            "None takes the best one available"
-        )
+    check_backend(backend)
     reason = unavailable_reason(backend, device_type)
     if reason is not None:
         others = [name for name in BACKENDS if unavailable_reason(name, device_type) is None]
@@ -84,15 +80,20 @@ def resolve(primitive: str, device_type: str, backend: str | None = None) -> Cal
         ValueError: the name is unknown.
         RuntimeError: the backend cannot run here; the text says why, and what can.
     """
-    if torch.compiler.is_compiling():
-        return _library.overload(primitive, backend)  # type: ignore[no-any-return]
+    if _library.is_traced():
+        named = backend or os.environ.get("SHARDOPS_BACKEND") or None
+        check_backend(named)
+        return _library.overload(primitive, named)  # type: ignore[no-any-return]
     return _resolve(primitive, device_type, backend or default_backend(device_type))
 
 
 def check_backend(backend: str | None) -> None:
     """Raises ValueError unless ``backend`` is None or the name of one, available or not."""
     if backend is not None and backend not in BACKENDS:
-        _resolve("", "", backend)
+        raise ValueError(
+            f"backend is {backend!r}, which is none of {', '.join(map(repr, BACKENDS))}; "
+            "None takes the best one available"
+        )
 
 
 def deferred(primitive: str, device_of: Callable[..., torch.device]) -> Callable[[str | None], Callable[..., Any]]:
@@ -100,7 +101,9 @@ def deferred(primitive: str, device_of: Callable[..., torch.device]) -> Callable
 
     def implementation(backend: str | None) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            return resolve(primitive, device_of(*args).type, backend)(*args, **kwargs)
+            # Not resolve(): under a trace that would lead back to the overload that this is.
+            device_type = device_of(*args).type
+            return _resolve(primitive, device_type, backend or default_backend(device_type))(*args, **kwargs)
 
         return run
 

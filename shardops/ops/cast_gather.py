@@ -42,8 +42,8 @@ def cast_gather(
         raise TypeError(f"dtype is {dtype}; float32, bfloat16 and float16 are supported")
     if not shards and out is None:
         raise ValueError("shards is empty and out is None; the device of the result is unknown: pass out")
+    _checks.check_tensors(shards, "shards")
     device = shards[0].device if shards else out.device  # type: ignore[union-attr]
-    _checks.check_tensors(shards, "shards", device)
     numel = sum(shard.numel() for shard in shards)
     if out is None:
         out = torch.empty(numel, dtype=dtype, device=device)
@@ -51,4 +51,5 @@ def cast_gather(
         _checks.check_out(out, (numel,), dtype, device)
     sources = [shard.detach().contiguous() for shard in shards]
     _registry.resolve("cast_gather", device.type, backend)(out, sources)
+    _library.mark_written([out])
     return out

@@ -51,7 +51,7 @@ def buffer_layout(
 ) -> tuple[layouts.BufferLayout, Tensor]:
     """The layout of a buffer and its segments as an int64 tensor ``[segments, 4]`` on the CPU; both are cached."""
     key = tuple(tuple(shape) for shape in shapes)
-    build = _build if torch.compiler.is_compiling() else _build_cached
+    build = _build if _library.is_traced() else _build_cached
     return build(key, world_size, rank, layout, align)
 
 
@@ -106,8 +106,8 @@ def flatten_shard(
     _checks.check_world(world_size, rank)
     if not tensors and out is None:
         raise ValueError("tensors is empty and out is None; dtype and device of the result are unknown: pass out")
-    device = out.device if out is not None else tensors[0].device
-    _checks.check_tensors(tensors, "tensors", tensors[0].device if tensors else device)
+    _checks.check_tensors(tensors, "tensors")
+    device = tensors[0].device if tensors else out.device  # type: ignore[union-attr]
     if dtype is None:
         dtype = out.dtype if out is not None else tensors[0].dtype
         if out is None and any(tensor.dtype != dtype for tensor in tensors):
@@ -120,10 +120,11 @@ def flatten_shard(
     if out is None:
         out = torch.empty(built.shape, dtype=dtype, device=device)
     else:
-        _checks.check_out(out, built.shape, dtype, tensors[0].device if tensors else device)
+        _checks.check_out(out, built.shape, dtype, device)
     # A tensor that is not row-major is copied first, alone: its rows are not one range of memory.
     sources = [tensor.detach().contiguous() for tensor in tensors]
     _registry.resolve("flatten_shard", device.type, backend)(out, sources, segments, scale)
+    _library.mark_written([out])
     return out
 
 
@@ -176,4 +177,5 @@ def unflatten_shard(
     for target, written in zip(targets, dense, strict=True):
         if written is not target:
             target.copy_(written)
+    _library.mark_written(targets)
     return out_tensors

@@ -38,9 +38,7 @@ def check_norm_type(norm_type: float) -> float:
     return value
 
 
-def grad_norm(
-    grads: Sequence[Tensor], norm_type: float = 2.0, *, backend: str | None = None
-) -> tuple[Tensor, Tensor]:
+def grad_norm(grads: Sequence[Tensor], norm_type: float = 2.0, *, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """``sum(|g| ** norm_type)`` over all elements, or ``max(|g|)`` for inf, in one pass and without a host sync.
 
     The order of summation is fixed (backends/reference/grad_norm.py), so the result does not depend on threads or on

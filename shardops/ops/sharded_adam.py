@@ -72,14 +72,16 @@ def sharded_adam(
         masters: empty for float32 parameters, which are their own; float32 masters; or, for bfloat16 parameters, the
             16-bit remainders that complete them to float32 (an int16 each, in a tensor typed bfloat16).
         shadows: copies of the updated parameters in one dtype, rounded to nearest even from the master; or empty.
-        step_index: int64 ``[len(params)]`` on the CPU: each parameter's counter in ``steps``; None: its position.
+        step_index: int64 ``[len(params)]`` on the CPU: each parameter's counter in ``steps``, no two alike; None: its
+            position.
         clip_coef: float32 scalar that multiplies gradients.
         grad_scale: float32 scalar that divides gradients, as in torch's fused Adam.
         found_inf: float32 scalar; if not 0, nothing is written.
         backend: None takes the best one available; a name never falls back.
 
     Raises:
-        ValueError: lists of different lengths, shapes that differ, several devices or dtypes in a list.
+        ValueError: lists of different lengths, shapes that differ, several devices or dtypes in a list, an element to
+            be written that lies under several others (an expanded tensor). Nothing is written then.
         TypeError: something that is not a dense float tensor.
     """
     params, grads = list(params), list(grads)
@@ -98,13 +100,12 @@ def sharded_adam(
     }
     _check_lists(lists)
     device = params[0].device
-    _check_scalars(
-        {"clip_coef": clip_coef, "grad_scale": grad_scale, "found_inf": found_inf}, device, (torch.float32,)
-    )
+    _check_scalars({"clip_coef": clip_coef, "grad_scale": grad_scale, "found_inf": found_inf}, device, (torch.float32,))
     if isinstance(lr, Tensor):
         _check_scalars({"lr": lr}, device, (torch.float32, torch.float64))
     _check_steps(steps, step_index, len(params), device)
 
+    lists = {name: [tensor.detach() for tensor in tensors] for name, tensors in lists.items()}
     dense, write_back = _dense_lists(lists)
     _registry.resolve("sharded_adam", device.type, backend)(
         *dense.values(),
@@ -124,6 +125,8 @@ def sharded_adam(
     )
     for target, updated in write_back:
         target.copy_(updated)
+    written = [tensor for name, tensors in lists.items() if name != "grads" for tensor in tensors]
+    _library.mark_written([*written, steps])
 
 
 def _check_lists(lists: dict[str, list[Tensor]]) -> None:
@@ -180,6 +183,13 @@ def _check_steps(steps: Tensor, step_index: Tensor | None, count: int, device: t
             f"step_index has shape {tuple(step_index.shape)}, dtype {step_index.dtype}, device {step_index.device}; "
             f"it is int64 of shape ({count},) on the CPU"
         )
+    elif not _library.is_traced():  # under a trace there are no values to look at
+        positions = step_index.tolist()
+        if min(positions) < 0 or max(positions) >= steps.numel() or len(set(positions)) < count:
+            raise ValueError(
+                f"step_index is {positions}, steps has {steps.numel()} counters; it names each parameter's own counter, "
+                f"from 0 to {steps.numel() - 1}"
+            )
 
 
 def _dense_lists(lists: dict[str, list[Tensor]]) -> tuple[dict[str, list[Tensor]], list[tuple[Tensor, Tensor]]]:
@@ -199,6 +209,13 @@ def _dense_lists(lists: dict[str, list[Tensor]]) -> tuple[dict[str, list[Tensor]
             tensor = lists[name][index]
             if tensor.is_contiguous():
                 continue
+            if name != "grads" and any(
+                stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+            ):
+                raise ValueError(
+                    f"{name}[{index}] has shape {tuple(tensor.shape)} and strides {tensor.stride()}: several of its "
+                    "elements are one; pass a tensor that is not expanded"
+                )
             dense[name][index] = tensor.contiguous()
             if name != "grads":
                 write_back.append((tensor, dense[name][index]))

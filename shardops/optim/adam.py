@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,18 +16,11 @@ from torch import Tensor
 from .. import ops
 from ..collectives import sharded_norm
 from ..ops import _registry
-from ..plan import Bucket, Entry, UpdatePlan
+from ..plan import Bucket, UpdatePlan
 from . import checkpoint
 from .options import check_group, check_max_grad_norm, state_dtype_name
-from .state import (
-    StepCounters,
-    create_state,
-    fp32_copy,
-    join_master,
-    master_key,
-    master_storage,
-    refresh_master,
-)
+from .state import fp32_copy, is_fsdp1, join_master
+from .tracking import Tracker
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -123,7 +115,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.process_group = process_group
         self.backend = backend
-        self._reset_plan()
+        self._reset()
         super().__init__(params, defaults)
         for device in dict.fromkeys(p.device for group in self.param_groups for p in group["params"]):
             if not device.type == "meta":
@@ -131,11 +123,8 @@ class FusedShardedAdam(torch.optim.Optimizer):
 
     # ---- construction and copies -------------------------------------------------------------------------------------
 
-    def _reset_plan(self) -> None:
-        self._counters = StepCounters()
-        self._plan: UpdatePlan | None = None
-        self._state_dicts: list[Any] = []
-        self._versions: dict[int, tuple[int, int]] = {}  # position of a parameter -> its versions after our last write
+    def _reset(self) -> None:
+        self._tracker = Tracker()
         self.last_grad_norm: Tensor | None = None
         self.last_found_inf: Tensor | None = None
         self._skipped: Tensor | None = None
@@ -144,20 +133,30 @@ class FusedShardedAdam(torch.optim.Optimizer):
     def skipped_steps(self) -> Tensor:
         """Steps skipped because gradients were not finite, as a float32 device scalar."""
         if self._skipped is None:
-            device = next((p.device for group in self.param_groups for p in group["params"]), None)
-            self._skipped = torch.zeros((), dtype=torch.float32, device=device)
+            params = [p for group in self.param_groups for p in group["params"] if not p.is_meta]
+            if not params:  # nothing materialised yet: the device is not known
+                return torch.zeros((), dtype=torch.float32, device="cpu")
+            self._skipped = torch.zeros((), dtype=torch.float32, device=params[0].device)
         return self._skipped
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group cannot be copied or pickled; the copy takes the default one.
+        self._tracker.follow_writes(self)
         return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "backend": self.backend}
+
+    def __copy__(self) -> FusedShardedAdam:
+        # A shallow copy shares groups and states, as torch's; so it shares what we know of the parameters' writers.
+        copy = self.__class__.__new__(self.__class__)
+        copy.__setstate__(self.__getstate__())
+        copy.process_group, copy._tracker.versions = self.process_group, self._tracker.versions
+        return copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "process_group" not in self.__dict__:  # a copy or an unpickled optimizer, not load_state_dict
             self.process_group = None
-            self._reset_plan()
+            self._reset()
         super().__setstate__(state)
-        self._plan = None
+        self._tracker.forget_plan()
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -168,6 +167,14 @@ class FusedShardedAdam(torch.optim.Optimizer):
         Raises:
             ValueError, TypeError: an option or a parameter that cannot be stepped; nothing is added then.
         """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group is a {type(param_group).__name__}; it is a dict with the key 'params'")
+        for name in ("max_grad_norm", "process_group", "backend"):
+            if name in param_group:
+                raise ValueError(
+                    f"a param group has {name}={param_group[name]!r}, which is one for all groups; "
+                    "pass it to the optimizer's constructor"
+                )
         params = param_group["params"]
         if not isinstance(params, (Tensor, set)):
             params = list(params)  # a generator is read once
@@ -181,73 +188,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def init_states(self) -> None:
         """Allocates the states of all parameters that require gradients, at step 0. The first step does it otherwise."""
-        self._current_plan(use_device_steps=False)
-
-    def _current_plan(self, use_device_steps: bool) -> UpdatePlan:
-        """The plan over all parameters with states, made anew if a parameter or state was added or replaced."""
-        params = [(i, p) for i, group in enumerate(self.param_groups) for p in group["params"]]
-        if self._plan is not None and self._is_current(params, use_device_steps):
-            return self._plan
-        homes = []
-        kept = []
-        for position, (group_index, param) in enumerate(params):
-            group = self.param_groups[group_index]
-            if param.is_meta or not (param.requires_grad or param.grad is not None or param in self.state):
-                continue
-            if not self.state[param]:
-                self.state[param].update(create_state(param, group))
-                self._versions[position] = _versions(param)
-            else:
-                checkpoint.complete_state(param, self.state[param], group)
-            on_device = group["capturable"] or use_device_steps
-            homes.append((self.state[param], param.device if on_device else torch.device("cpu")))
-            kept.append((group_index, param, position))
-        self._counters.bind(homes)
-        entries = []
-        for (group_index, param, position), (state, home) in zip(kept, homes, strict=True):
-            storage = master_storage(param, self.param_groups[group_index])
-            entries.append(
-                Entry(
-                    param=param,
-                    group_index=group_index,
-                    state=state,
-                    master_key=master_key(storage),
-                    steps=self._counters.buffers[home],
-                    step_position=self._counters.position(state["step"]),
-                )
-            )
-        self._plan = UpdatePlan(entries)
-        self._plan_params = params
-        self._plan_positions = [position for *_, position in kept]
-        self._plan_tensors = [dict(entry.state) for entry in entries]
-        self._state_dicts = list(self.state.values())
-        self._device_steps = use_device_steps
-        return self._plan
-
-    def _is_current(self, params: list[tuple[int, Tensor]], use_device_steps: bool) -> bool:
-        assert self._plan is not None
-        if len(params) != len(self._plan_params) or use_device_steps != self._device_steps:
-            return False
-        if not all(p is q and i == j for (i, p), (j, q) in zip(params, self._plan_params, strict=True)):
-            return False
-        if len(self.state) != len(self._state_dicts) or not all(map(is_, self.state.values(), self._state_dicts)):
-            return False
-        for entry, tensors in zip(self._plan.entries, self._plan_tensors, strict=True):
-            if len(entry.state) != len(tensors) or not all(map(is_, entry.state.values(), tensors.values())):
-                return False
-        return True
-
-    def _refresh_masters(self, plan: UpdatePlan) -> None:
-        """Masters of parameters that somebody else wrote since our last step follow the parameter.
-
-        A parameter without a recorded version was just loaded together with its state: the two belong together.
-        """
-        for entry, position in zip(plan.entries, self._plan_positions, strict=True):
-            if entry.master_key is None:
-                continue
-            written = self._versions.get(position)
-            if written is not None and written != _versions(entry.param):
-                refresh_master(entry.param, entry.state)
+        self._tracker.plan(self, use_device_steps=False)
 
     def master_param(self, param: Tensor) -> Tensor:
         """The fp32 master weight of a parameter, exact, whatever the storage.
@@ -261,20 +202,22 @@ class FusedShardedAdam(torch.optim.Optimizer):
         """
         for group in self.param_groups:
             if any(p is param for p in group["params"]):
+                self._tracker.follow_writes(self)
                 state = self.state.get(param, {})
                 if param.dtype == torch.float32:
                     return param.detach()
                 if "master_param" in state:
                     master: Tensor = state["master_param"]
                     return master
-                return join_master(param, state["remainder"]) if "remainder" in state else fp32_copy(param)
+                is_split = "remainder" in state and param.dtype == torch.bfloat16
+                return join_master(param, state["remainder"]) if is_split else fp32_copy(param)
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} is not one of this optimizer's; pass one it was built with"
         )
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo  # type: ignore[misc]
+    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates all parameters that have a gradient.
@@ -288,7 +231,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         Raises:
             TypeError, ValueError: a gradient that does not fit its parameter; nothing is written then.
         """
-        self._cuda_graph_capture_health_check()  # type: ignore[attr-defined]
+        _check_graph_capture(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -297,17 +240,20 @@ class FusedShardedAdam(torch.optim.Optimizer):
             self.init_states()
             return loss
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        plan = self._current_plan(use_device_steps=found_inf is not None)
-        grads = [entry.param.grad for entry in plan.entries]
-        buckets = plan.refresh(grads)
-        self._refresh_masters(plan)
+        found_inf: Any = getattr(self, "found_inf", None)
+        if isinstance(found_inf, int):  # GradScaler's sum over no gradients at all
+            found_inf = torch.full_like(self.skipped_steps, found_inf)
+        plan, grads, buckets = self._tracker.buckets(self, use_device_steps=found_inf is not None)
+        self._tracker.refresh_masters()
         coefficient = None
         if self.max_grad_norm is not None:
             coefficient = self._clip_coefficient(plan, grads, grad_scale)
         for bucket in buckets:
             self._launch(bucket, coefficient, grad_scale, found_inf)
-        self._record(plan, grads, found_inf)
+        self._tracker.record_writes(
+            [entry.param for entry, grad in zip(plan.entries, grads, strict=True) if grad is not None]
+        )
+        self._count_skipped(found_inf)
         return loss
 
     def _is_state_initialisation(self) -> bool:
@@ -331,7 +277,8 @@ class FusedShardedAdam(torch.optim.Optimizer):
         assert self.max_grad_norm is not None
         sources = [(entry.param, grad) for entry, grad in zip(plan.entries, grads, strict=True)]
         device = sources[0][0].device if sources else torch.device("cpu")
-        norm = sharded_norm(sources, device, group=checkpoint.plain_group(self), backend=self.backend)
+        group = checkpoint.plain_group(self)
+        norm = sharded_norm(sources, device, group=group, in_group=is_fsdp1, backend=self.backend)
         if grad_scale is not None:
             norm = norm / grad_scale.to(device).reshape(())
         self.last_grad_norm = norm
@@ -398,14 +345,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
             backend=self.backend,
         )
 
-    def _record(self, plan: UpdatePlan, grads: list[Tensor | None], found_inf: Tensor | None) -> None:
-        updated = [entry.param for entry, grad in zip(plan.entries, grads, strict=True) if grad is not None]
-        # Kernels write behind autograd's back; this makes "modified by an inplace operation" errors work, and our own
-        # detection of other writers.
-        torch.autograd.graph.increment_version(updated)
-        for entry, position in zip(plan.entries, self._plan_positions, strict=True):
-            if entry.master_key is not None:
-                self._versions[position] = _versions(entry.param)
+    def _count_skipped(self, found_inf: Tensor | None) -> None:
         if found_inf is None:
             if self.last_found_inf is None or self._skipped is not None:
                 self.last_found_inf = torch.zeros_like(self.skipped_steps)
@@ -417,9 +357,10 @@ class FusedShardedAdam(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch. Under FSDP1, remainders are given as the fp32 masters they stand for (see ``checkpoint``)."""
+        self._tracker.follow_writes(self)
         return checkpoint.exported(self, super().state_dict())
 
-    @torch._disable_dynamo  # type: ignore[misc]
+    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch, from this optimizer or from torch.optim.Adam / AdamW; dtypes of saved states are kept.
 
@@ -444,15 +385,48 @@ class FusedShardedAdamW(FusedShardedAdam):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        **options: Any,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: str = "auto",
+        state_dtype: torch.dtype = torch.float32,
+        max_grad_norm: float | None = None,
+        process_group: ProcessGroup | None = None,
+        backend: str | None = None,
     ) -> None:
-        options.setdefault("decoupled_weight_decay", True)
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            max_grad_norm=max_grad_norm,
+            process_group=process_group,
+            backend=backend,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # as torch's AdamW: it stays decoupled, whatever it loads
+            group["decoupled_weight_decay"] = True
 
 
-def _versions(param: Tensor) -> tuple[int, int]:
-    """Counts of in-place writes: an operation on a DTensor moves its own count, not its local tensor's."""
-    return param._version, getattr(param, "_local_tensor", param)._version
+def _check_graph_capture(optimizer: Any) -> None:
+    """torch's own check that a captured step is capturable, under the name it has in this version."""
+    renamed = getattr(optimizer, "_accelerator_graph_capture_health_check", None)
+    (renamed or optimizer._cuda_graph_capture_health_check)()
 
 
 def _is_zero(lr: float | Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .options import check_group
 from .state import (
     MOMENT_KEYS,
     Group,
@@ -50,6 +51,7 @@ class _Holder:
 def uncast_loading(optimizer: Any) -> Iterator[None]:
     """Around ``Optimizer.load_state_dict``: states arrive in their saved dtypes, on the parameter's device."""
     own = [{name: group[name] for name in _OWN_OPTIONS} for group in optimizer.param_groups]
+    current = {(id(p), name): id(value) for p, state in optimizer.state.items() for name, value in state.items()}
 
     def wrap(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         _check_loadable(optimizer, state_dict)
@@ -65,8 +67,12 @@ def uncast_loading(optimizer: Any) -> Iterator[None]:
             for param in group["params"]:
                 if param in optimizer.state:
                     held = optimizer.state[param]
-                    optimizer.state[param] = {name: _placed(param, name, h.value) for name, h in held.items()}
-        optimizer._versions.clear()  # weights and states were saved together, whichever is loaded first
+                    # Copied, so that no two optimizers train on one state, unless it is this one's own already.
+                    optimizer.state[param] = {
+                        name: _placed(param, name, h.value, copy=current.get((id(param), name)) != id(h.value))
+                        for name, h in held.items()
+                    }
+        optimizer._tracker.versions.clear()  # weights and states were saved together, whichever is loaded first
 
     # Ours is the last pre-hook and the first post-hook, so that the user's hooks see plain states.
     handles = [
@@ -90,6 +96,7 @@ def _check_loadable(optimizer: Any, state_dict: dict[str, Any]) -> None:
             "build the optimizer over the same parameters in the same groups as the saved one"
         )
     for group, saved_group in zip(groups, saved_groups, strict=True):
+        check_group({**group, **saved_group, **{name: group[name] for name in _OWN_OPTIONS}})
         for param, key in zip(group["params"], saved_group["params"], strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 if name in _STATE_DTYPES and not _fits(param, value):
@@ -98,6 +105,12 @@ def _check_loadable(optimizer: Any, state_dict: dict[str, Any]) -> None:
                         f"state {name!r} of parameter {key!r} is {shape}, the parameter has shape "
                         f"{tuple(param.shape)}; load the state of the same model, sharded alike or through "
                         "torch.distributed.checkpoint"
+                    )
+                if not _is_readable(name, value):
+                    found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                    raise ValueError(
+                        f"state {name!r} of parameter {key!r} is {found}, which this optimizer cannot read; "
+                        "load a state of its own, or of torch.optim.Adam or AdamW"
                     )
 
 
@@ -108,7 +121,15 @@ def _fits(param: Tensor, value: Any) -> bool:
     return value.shape == param.shape or value.shape == local.shape
 
 
-def _placed(param: Tensor, name: str, value: Any) -> Any:
+def _is_readable(name: str, value: Any) -> bool:
+    if name == "step":
+        return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
+    if name == "remainder":  # 16 bits: another dtype would be cast through a float
+        return bool(value.dtype == torch.bfloat16)
+    return name not in _STATE_DTYPES or bool(value.is_floating_point())
+
+
+def _placed(param: Tensor, name: str, value: Any, copy: bool) -> Any:
     """A saved state as this parameter's: on its device, in its memory order and sharding; dtypes as ``_STATE_DTYPES``."""
     if name not in _STATE_DTYPES:
         if name == "step":  # copied: the counter moves into the flat buffer
@@ -120,12 +141,11 @@ def _placed(param: Tensor, name: str, value: Any) -> Any:
         value = _distributed(param, value)
     elif not is_sharded and hasattr(value, "_local_tensor"):
         value = value.full_tensor()
-    value = value.detach().to(device=param.device, dtype=dtype)
     local, local_value = getattr(param, "_local_tensor", param), getattr(value, "_local_tensor", value)
     if local.stride() == local_value.stride():
-        return value
+        return value.detach().to(device=param.device, dtype=dtype, copy=copy)
     ordered = zeros_like(param, dtype)
-    ordered.copy_(value)
+    ordered.copy_(value.detach())
     return ordered
 
 
@@ -145,11 +165,14 @@ def complete_state(param: Tensor, state: State, group: Group) -> None:
 
     Only now, before a step: the parameter's own values take part, and may be loaded after the optimizer's.
     """
+    for key, value in state.items():
+        if key in _STATE_DTYPES and value.device != param.device:  # the model was moved after its states were made
+            state[key] = value.to(param.device)
     storage = master_storage(param, group)
     wanted = master_key(storage)
     found = next((key for key in ("remainder", "master_param") if key in state), None)
     if wanted != found and found is not None:
-        _say_once(f"loaded states keep master weights as {found!r}; converting to {wanted or 'the parameter itself'!r}")
+        _say_once(f"states keep master weights as {found!r}; converting to {wanted or 'the parameter itself'!r}")
     if wanted == "remainder" and "remainder" not in state:
         master = state.get("master_param")
         state["remainder"] = zeros_like(param, torch.bfloat16) if master is None else split_master(param, master)

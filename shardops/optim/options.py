@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ def state_dtype_name(state_dtype: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)  # numpy's scalars too
 
 
 def check_group(group: Mapping[str, Any], params: Sequence[Any] = ()) -> None:
@@ -36,6 +37,8 @@ def check_group(group: Mapping[str, Any], params: Sequence[Any] = ()) -> None:
             raise ValueError(f"lr is a tensor of shape {tuple(lr.shape)}; it has one element")
         if lr.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"lr is a tensor of dtype {lr.dtype}; use float32 or float64")
+        if lr.device.type == "cpu" and not float(lr) >= 0.0:  # on a device it would cost a sync
+            raise ValueError(f"lr is {lr}; a learning rate is at least 0: maximize=True ascends")
     elif not _is_number(lr):
         raise TypeError(f"lr is {lr!r}; it is a number or a tensor of one element")
     elif not lr >= 0.0:
@@ -78,6 +81,11 @@ def _check_param(label: str, param: Any, group: Mapping[str, Any]) -> None:
     if param.dtype not in PARAM_DTYPES:
         remedy = "use torch.optim.Adam for it" if param.dtype.is_floating_point or param.is_complex() else "leave it out"
         raise TypeError(f"{label} has dtype {param.dtype}; float32, bfloat16 and float16 can be stepped: {remedy}")
+    if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
+        raise ValueError(
+            f"{label} has strides {param.stride()}: several of its elements are one (an expanded tensor); "
+            "make it a tensor of its own with .clone()"
+        )
     if group["master_weights"] == "split32" and param.dtype == torch.float16:
         raise ValueError(
             f"master_weights is 'split32' and {label} is float16; a 16-bit remainder completes bfloat16 only: "

@@ -91,6 +91,24 @@ def refresh_master(param: Tensor, state: State) -> None:
         state["master_param"].copy_(param.detach())
 
 
+def adopt_master(param: Tensor, state: State) -> None:
+    """Keeps a loaded fp32 master where it rounds to the parameter; elsewhere other weights were loaded, and count."""
+    if "master_param" not in state:
+        return
+    master, values = local_tensor(state["master_param"]), local_tensor(param.detach())
+    rounded = master.to(values.dtype)
+    belongs = (rounded == values) | (rounded.isnan() & values.isnan())
+    if values.dtype == torch.bfloat16:  # split32 had rounded ties away from zero
+        belongs |= _high_half(master) == values.contiguous().view(torch.int16)
+    master.copy_(torch.where(belongs, master, values.float()))
+
+
+def _high_half(master: Tensor) -> Tensor:
+    """The bf16 pattern (int16) that split storage keeps of an fp32 master: rounded with ties away from zero."""
+    bits = torch.where(master.isnan(), 0x7FC00000, master.contiguous().view(torch.int32))
+    return ((bits + 0x8000) >> 16).to(torch.int16)
+
+
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
     """The exact fp32 master of a bf16 parameter: ``bits = (high << 16) + sign_extend(remainder)``."""
     master = zeros_like(param, torch.float32)
@@ -109,9 +127,9 @@ def split_master(param: Tensor, master: Tensor) -> Tensor:
     remainder = zeros_like(param, torch.bfloat16)
     values = local_tensor(master).contiguous()
     bits = torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32))
-    high = (bits + 0x8000) >> 16
-    low = (bits - (high << 16)).to(torch.int16).view(torch.bfloat16)
-    belongs = local_tensor(param.detach()).contiguous().view(torch.int16) == high.to(torch.int16)
+    high = _high_half(values)
+    low = (bits - (high.int() << 16)).to(torch.int16).view(torch.bfloat16)
+    belongs = local_tensor(param.detach()).contiguous().view(torch.int16) == high
     local_tensor(remainder).copy_(torch.where(belongs, low, torch.zeros_like(low)))
     return remainder
 

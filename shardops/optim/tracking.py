@@ -1,0 +1,186 @@
+"""Keeps the plan and the masters in step with what others do to parameters and states between steps.
+
+Users replace states, unfreeze, cast, move and write parameters; each of these must be noticed, and cheaply, since a
+step over many small parameters is mostly host time.
+"""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plan import Bucket, Entry, StalePlanError, UpdatePlan
+from . import checkpoint
+from .state import StepCounters, adopt_master, create_state, master_key, master_storage, refresh_master
+
+try:
+    from .._host import same_items
+except ImportError:  # built without a compiler
+
+    def same_items(dicts: list[dict[str, Any]], snapshots: list[dict[str, Any]]) -> bool:
+        """Whether each dict holds the very objects that its snapshot holds, and no others."""
+        return len(dicts) == len(snapshots) and all(
+            len(a) == len(b) and all(a.get(key) is value for key, value in b.items())
+            for a, b in zip(dicts, snapshots, strict=True)
+        )
+
+
+Versions = tuple[int, int]
+
+
+def versions(param: Tensor) -> Versions:
+    """Counts of in-place writes: an operation on a DTensor moves its own count, not its local tensor's."""
+    return param._version, getattr(param, "_local_tensor", param)._version
+
+
+class Tracker:
+    """One optimizer's plan, step counters and knowledge of who wrote its parameters last.
+
+    Attributes:
+        versions: position of a parameter in the optimizer -> its versions after our last write. A parameter that is
+            not in it was loaded together with its state.
+    """
+
+    def __init__(self) -> None:
+        self.versions: dict[int, Versions] = {}
+        self._counters = StepCounters()
+        self._plan: UpdatePlan | None = None
+        # What the plan was made of.
+        self._group_sizes: list[int] = []
+        self._params: list[Tensor] = []  # all of them
+        self._without_state: list[Tensor] = []
+        self._positions: list[int] = []  # of the plan's entries among the parameters
+        self._states: list[dict[str, Any]] = []
+        self._state_items: list[dict[str, Any]] = []
+        self._all_states: list[Any] = []
+        self._device_steps = False
+
+    def forget_plan(self) -> None:
+        """The next step makes a new plan."""
+        self._plan = None
+
+    def buckets(
+        self, optimizer: Any, use_device_steps: bool
+    ) -> tuple[UpdatePlan, list[Tensor | None], list[Bucket]]:
+        """The plan, the gradients of its entries, and its buckets with these gradients; arguments as :meth:`plan`."""
+        plan = self.plan(optimizer, use_device_steps)
+        grads = [entry.param.grad for entry in plan.entries]
+        try:
+            return plan, grads, plan.refresh(grads)
+        except StalePlanError:
+            self._plan = None
+        plan = self.plan(optimizer, use_device_steps)
+        return plan, grads, plan.refresh(grads)
+
+    def plan(self, optimizer: Any, use_device_steps: bool) -> UpdatePlan:
+        """The plan over all parameters with states, made anew if a parameter or state was added or replaced.
+
+        Args:
+            optimizer: whose states are made or completed where they are missing.
+            use_device_steps: counters must live beside the parameters (capturable groups' always do).
+        """
+        if self._plan is None or not self._is_current(optimizer, use_device_steps):
+            self._plan = self._make(optimizer, use_device_steps)
+        return self._plan
+
+    def _make(self, optimizer: Any, use_device_steps: bool) -> UpdatePlan:
+        params = [(i, param) for i, group in enumerate(optimizer.param_groups) for param in group["params"]]
+        homes = []
+        kept = []
+        self._without_state = []
+        for position, (group_index, param) in enumerate(params):
+            group = optimizer.param_groups[group_index]
+            if not _wants_state(optimizer, param):
+                self._without_state.append(param)
+                continue
+            state = optimizer.state[param]
+            if not state:
+                state.update(create_state(param, group))
+                self.versions[position] = versions(param)
+            else:
+                checkpoint.complete_state(param, state, group)
+            on_device = group["capturable"] or use_device_steps
+            homes.append((state, param.device if on_device else torch.device("cpu")))
+            kept.append((group_index, param, position))
+        self._counters.bind(homes)
+        entries = []
+        for (group_index, param, _), (state, home) in zip(kept, homes, strict=True):
+            storage = master_storage(param, optimizer.param_groups[group_index])
+            entries.append(
+                Entry(
+                    param=param,
+                    group_index=group_index,
+                    state=state,
+                    master_key=master_key(storage),
+                    steps=self._counters.buffers[home],
+                    step_position=self._counters.position(state["step"]),
+                )
+            )
+        self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._params = [param for _, param in params]
+        self._positions = [position for *_, position in kept]
+        self._states = [entry.state for entry in entries]
+        self._state_items = [dict(state) for state in self._states]
+        self._all_states = list(optimizer.state.values())
+        self._device_steps = use_device_steps
+        return UpdatePlan(entries)
+
+    def _is_current(self, optimizer: Any, use_device_steps: bool) -> bool:
+        """All but casts and moves of parameters, which the plan itself finds when it looks at the gradients."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        params = [param for group in groups for param in group]
+        return (
+            [len(group) for group in groups] == self._group_sizes
+            and all(map(is_, params, self._params))
+            and use_device_steps == self._device_steps
+            and not any(_wants_state(optimizer, param) for param in self._without_state)  # unfrozen, materialised
+            and len(optimizer.state) == len(self._all_states)
+            and all(map(is_, optimizer.state.values(), self._all_states))
+            and same_items(self._states, self._state_items)
+        )
+
+    @torch.no_grad()
+    def follow_writes(self, optimizer: Any) -> None:
+        """Before anyone reads masters between steps."""
+        if self._plan is not None:
+            if self._plan.is_stale():
+                self._plan = self._make(optimizer, self._device_steps)
+            self.refresh_masters(adopt_loaded=False)
+
+    def refresh_masters(self, adopt_loaded: bool = True) -> None:
+        """Masters of parameters that somebody else wrote since our last step follow the parameter.
+
+        A parameter without recorded versions was just loaded together with its state: the two belong together, except
+        for elements of an fp32 master that do not round to the parameter's. Only a step tells (``adopt_loaded``):
+        before it, weights may still be loaded.
+        """
+        assert self._plan is not None
+        for entry, position in zip(self._plan.entries, self._positions, strict=True):
+            if entry.master_key is None:
+                continue
+            written = self.versions.get(position)
+            if written is None:
+                if adopt_loaded:
+                    adopt_master(entry.param, entry.state)
+            elif written != versions(entry.param):
+                refresh_master(entry.param, entry.state)
+
+    def record_writes(self, updated: list[Tensor]) -> None:
+        """After a step that wrote these parameters behind autograd's back.
+
+        Bumping their version counters makes autograd's "modified by an inplace operation" errors work, as well as our
+        own detection of other writers.
+        """
+        assert self._plan is not None
+        torch.autograd.graph.increment_version(updated)
+        for entry, position in zip(self._plan.entries, self._positions, strict=True):
+            if entry.master_key is not None:
+                self.versions[position] = versions(entry.param)
+
+
+def _wants_state(optimizer: Any, param: Tensor) -> bool:
+    # All that require gradients, used or not: a parameter unused in training otherwise gives "Missing key" on load.
+    return not param.is_meta and (param.requires_grad or param.grad is not None or param in optimizer.state)

@@ -1,0 +1,40 @@
+"""What all tests share: the backends that they run over, one thread unless a test asks for more, bounded hypothesis."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for `import reference`
+
+# Every backend that runs in this process. A missing C++ library makes tests fail, it does not skip them.
+BACKENDS = ("reference", "cpp")
+
+hypothesis.settings.register_profile("shardops", derandomize=True, max_examples=60, deadline=None, database=None)
+hypothesis.settings.load_profile("shardops")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def dtensor() -> Iterator[torch.Tensor]:
+    """Four ones as a DTensor over a world of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
