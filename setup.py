@@ -91,9 +91,7 @@ def host_module_objects(torch_include: list[str], build_info: dict[str, str]) ->
     python_include = ("-isystem", sysconfig.get_paths()["include"])
     info = json.dumps(json.dumps(build_info))
     return [
-        Compile(
-            CSRC / "host_module.cpp", (*torch_include, *python_include, f"-DSHARDOPS_BUILD_INFO={info}")
-        ),
+        Compile(CSRC / "host_module.cpp", (*torch_include, *python_include, f"-DSHARDOPS_BUILD_INFO={info}")),
         Compile(CSRC / "cpu" / "capability.cpp", (), ".host"),
     ]
 
@@ -155,7 +153,7 @@ def build_shared_object(
     link_command = [*compiler, "-shared", "-o", str(target), *map(str, outputs), *link, "-lpthread", "-ldl"]
     compile_commands = [
         [*compiler, *flags, *o.flags, "-c", str(o.source), "-o", str(output)]
-        for o, output in zip(objects, outputs)
+        for o, output in zip(objects, outputs, strict=True)
     ]
     ninja = find_ninja()
     if ninja is None:
@@ -171,7 +169,7 @@ def build_shared_object(
     lines = [f"builddir = {escaped(str(directory))}"]  # where ninja keeps its log
     lines += ["rule compile", "  command = $run -MMD -MF $out.d", "  depfile = $out.d", "  deps = gcc"]
     lines += ["rule link", "  command = $run"]
-    for o, output, command in zip(objects, outputs, compile_commands):
+    for o, output, command in zip(objects, outputs, compile_commands, strict=True):
         lines += [f"build {escaped(str(output))}: compile {escaped(str(o.source))}"]
         lines += [f"  run = {shlex.join(command).replace('$', '$$')}"]
     lines += [f"build {escaped(str(target))}: link {' '.join(escaped(str(o)) for o in outputs)}"]

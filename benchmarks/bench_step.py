@@ -63,7 +63,7 @@ def test_bandwidth(benchmark: Any, dtype: torch.dtype, nbytes: int) -> None:
     contenders |= {name: optimizer.step for name, optimizer in optimizers.items()}
     times = alternate(contenders)
     # torch over bf16 parameters keeps bf16 moments and no master: 8 + 6 bytes, and other results.
-    counted = {name: nbytes for name in contenders}
+    counted = dict.fromkeys(contenders, nbytes)
     if dtype == torch.bfloat16:
         counted["torch fused"] = counted["torch foreach"] = 14
     rows = []
@@ -100,7 +100,9 @@ def test_host_time(benchmark: Any) -> None:
         "torch fused": torch.optim.AdamW(parameters(torch.float32, 16 * count, count), fused=True),
         "torch foreach": torch.optim.AdamW(parameters(torch.float32, 16 * count, count), foreach=True),
         "shardops": shardops.FusedShardedAdamW(parameters(torch.float32, 16 * count, count)),
-        "shardops, clipped": shardops.FusedShardedAdamW(parameters(torch.float32, 16 * count, count), max_grad_norm=1.0),
+        "shardops, clipped": shardops.FusedShardedAdamW(
+            parameters(torch.float32, 16 * count, count), max_grad_norm=1.0
+        ),
     }
     try:
         times = alternate({name: optimizer.step for name, optimizer in optimizers.items()}, rounds=41)

@@ -39,7 +39,8 @@ float scalar_value(const std::optional<Tensor>& tensor, const char* name, float 
   return *data<float>(view);
 }
 
-// ---- flatten_shard, unflatten_shard, cast_gather ---------------------------------------------------------------------
+// ---- flatten_shard, unflatten_shard, cast_gather
+// ---------------------------------------------------------------------
 
 // Rows of the segment table (shardops/layout.py).
 struct Segment {
@@ -145,7 +146,8 @@ void cast_gather(Tensor out, StableListHandle shard_list) {
   copy_segments(buffer, arrays, segments, std::nullopt, true);
 }
 
-// ---- grad_norm -------------------------------------------------------------------------------------------------------
+// ---- grad_norm
+// -------------------------------------------------------------------------------------------------------
 
 // Sum, or the largest with NaN winning, in the fixed order that reference/grad_norm.py states.
 double combine_blocks(const std::vector<double>& blocks, Norm norm) {
@@ -201,7 +203,8 @@ std::tuple<Tensor, Tensor> grad_norm(StableListHandle grad_list, double norm_typ
   return {total_tensor, nonfinite};
 }
 
-// ---- sharded_adam ----------------------------------------------------------------------------------------------------
+// ---- sharded_adam
+// ----------------------------------------------------------------------------------------------------
 
 // The lists of one call, checked against each other.
 struct AdamLists {
@@ -361,7 +364,8 @@ void sharded_adam(StableListHandle param_list, StableListHandle grad_list, Stabl
   for (int64_t position : positions) updated[position] += 1.0f;
 }
 
-// ---- geometry_hash ---------------------------------------------------------------------------------------------------
+// ---- geometry_hash
+// ---------------------------------------------------------------------------------------------------
 
 // FNV-1a over 64-bit words.
 class Hash {

@@ -51,9 +51,7 @@ def numel_of(shape: Sequence[int]) -> int:
     return numel
 
 
-def flat_layout(
-    shapes: Sequence[Sequence[int]], world_size: int, align: int, rank: int | None = None
-) -> BufferLayout:
+def flat_layout(shapes: Sequence[Sequence[int]], world_size: int, align: int, rank: int | None = None) -> BufferLayout:
     """Tensors concatenated, padded at the end to ``world_size * align``, and cut into equal shards.
 
     Two tensors of 3 and 4 elements over 2 ranks, ``align`` 1::

@@ -80,7 +80,7 @@ class UpdatePlan:
         self._formats = _formats(self._params)
         self._buckets: list[Bucket] = []
         # What the buckets were built for; see _is_as_built.
-        self._built_for: tuple[list[bool], list[Any], int] | None = None
+        self._built_for: tuple[list[bool], list[Any], int | None] | None = None
 
     def is_stale(self) -> bool:
         """Whether ``module.to()`` cast or moved parameters since; it keeps the parameter objects."""

@@ -1,7 +1,7 @@
 """Sets up the virtual environment for `make`: what requirements-dev.txt names, and shardops itself, built in place.
 
-Where the interpreter that runs this has torch >= 2.11 already (a GPU machine, perhaps without a network), the environment
-sees it and no other torch is fetched; other packages that cannot be had are named and done without.
+Where the interpreter that runs this has torch >= 2.11 already (a GPU machine, perhaps without a network), the
+environment sees it and no other torch is fetched; other packages that cannot be had are named and done without.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def name_of(requirement: str) -> str:
 
 
 def missing(python: str, wanted: list[str]) -> list[str]:
-    result = subprocess.run([python, "-c", MISSING], input="\n".join(wanted), capture_output=True, text=True, check=True)
+    command = [python, "-c", MISSING]
+    result = subprocess.run(command, input="\n".join(wanted), capture_output=True, text=True, check=True)
     return result.stdout.split("\n")[:-1]
 
 

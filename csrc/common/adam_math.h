@@ -19,15 +19,15 @@ struct AdamOptions {
 
 // What the loop over elements needs, computed once a tensor in float64 and rounded once.
 struct AdamScalars {
-  float exp_avg_weight;      // weight of (grad - exp_avg): 1 - beta1, or -beta1 when the sum starts from grad
-  uint32_t from_grad;        // 0 or 1: torch's lerp starts from its nearer end. As wide as a float, for vector selects
+  float exp_avg_weight;  // weight of (grad - exp_avg): 1 - beta1, or -beta1 when the sum starts from grad
+  uint32_t from_grad;    // 0 or 1: torch's lerp starts from its nearer end. As wide as a float, for vector selects
   float beta2;
-  float grad_weight;         // 1 - beta2
-  float step_size;           // lr / (1 - beta1^t) * sqrt(1 - beta2^t)
-  float eps;                 // eps * sqrt(1 - beta2^t)
-  float decay;               // 1 - lr * weight_decay, or 1
-  float coupled_decay;       // weight_decay, or 0: not applied then
-  float grad_coef;           // clip coefficient, negative when maximising
+  float grad_weight;    // 1 - beta2
+  float step_size;      // lr / (1 - beta1^t) * sqrt(1 - beta2^t)
+  float eps;            // eps * sqrt(1 - beta2^t)
+  float decay;          // 1 - lr * weight_decay, or 1
+  float coupled_decay;  // weight_decay, or 0: not applied then
+  float grad_coef;      // clip coefficient, negative when maximising
 };
 
 // base^exponent for exponent >= 1, by squaring: a stated sequence of IEEE multiplications, equal on every backend.

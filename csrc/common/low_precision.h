@@ -26,7 +26,8 @@ SHARDOPS_HD float to_float(Fp16 value) {
   const uint32_t exponent = magnitude & 0x0F800000u;
   const uint32_t normal = magnitude + 0x38000000u;
   const uint32_t infinite = magnitude + 0x70000000u;
-  const uint32_t subnormal = float_to_bits(SHARDOPS_SUB(bits_to_float(normal + 0x00800000u), bits_to_float(0x38800000u)));
+  const uint32_t subnormal =
+      float_to_bits(SHARDOPS_SUB(bits_to_float(normal + 0x00800000u), bits_to_float(0x38800000u)));
   uint32_t bits = exponent == 0x0F800000u ? infinite : normal;
   bits = exponent == 0u ? subnormal : bits;
   return bits_to_float(bits | sign);

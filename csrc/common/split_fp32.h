@@ -1,6 +1,6 @@
-// bf16 + 16-bit remainder <-> fp32: 4 bytes that hold an exact fp32 master and, in their upper half, the bf16 parameter.
-// The upper half rounds to nearest with ties away from zero: under ties-to-even some bf16 values own 65,537 fp32
-// patterns, which 16 bits cannot tell apart.
+// bf16 + 16-bit remainder <-> fp32: 4 bytes that hold an exact fp32 master and, in their upper half, the bf16
+// parameter. The upper half rounds to nearest with ties away from zero: under ties-to-even some bf16 values own 65,537
+// fp32 patterns, which 16 bits cannot tell apart.
 #pragma once
 
 #include "low_precision.h"

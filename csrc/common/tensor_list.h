@@ -1,5 +1,5 @@
-// Tensor lists as the dispatcher hands them over, without a torch::stable::Tensor for each element: that class costs two
-// allocations a tensor, and a step over a thousand small parameters would spend most of its time in them.
+// Tensor lists as the dispatcher hands them over, without a torch::stable::Tensor for each element: that class costs
+// two allocations a tensor, and a step over a thousand small parameters would spend most of its time in them.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

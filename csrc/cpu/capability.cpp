@@ -12,9 +12,8 @@ std::vector<std::string> supported_cpu_capabilities() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")) {
     names.push_back("avx2");
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl")) {
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
       names.push_back("avx512");
     }
   }
@@ -31,8 +30,9 @@ int chosen_cpu_capability() {
     if (names[i] == wanted) return static_cast<int>(i);
     listed += (i ? ", " : "") + names[i];
   }
-  throw std::runtime_error("SHARDOPS_CPU_CAPABILITY=" + std::string(wanted) + " cannot be used: this CPU and build run " +
-                           listed + "; unset it to take the best of these");
+  throw std::runtime_error("SHARDOPS_CPU_CAPABILITY=" + std::string(wanted) +
+                           " cannot be used: this CPU and build run " + listed +
+                           "; unset it to take the best of these");
 }
 
 }  // namespace shardops

@@ -30,8 +30,8 @@ struct AdamFormat {
   bool has_shadow;
   Dtype shadow;
   bool amsgrad;
-  bool coupled_decay;   // an L2 penalty that is not zero
-  bool unscale;         // gradients are divided by grad_scale
+  bool coupled_decay;  // an L2 penalty that is not zero
+  bool unscale;        // gradients are divided by grad_scale
   float grad_scale;
 };
 

@@ -30,8 +30,9 @@ void encode_as(Dtype dtype, void* destination, int64_t offset, const float* tile
 // Not inlined: __restrict holds for the parameters of a function, and without it the vectoriser gives up on so many
 // arrays.
 template <bool kCoupled, bool kAmsgrad, typename Grad>
-__attribute__((noinline)) void update(const AdamScalars scalars, const Grad* __restrict grad, float* __restrict master, float* __restrict exp_avg,
-            float* __restrict exp_avg_sq, float* __restrict max_exp_avg_sq, int64_t numel) {
+__attribute__((noinline)) void update(const AdamScalars scalars, const Grad* __restrict grad, float* __restrict master,
+                                      float* __restrict exp_avg, float* __restrict exp_avg_sq,
+                                      float* __restrict max_exp_avg_sq, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) {
     float largest = kAmsgrad ? max_exp_avg_sq[i] : 0.0f;
     adam_update<kCoupled, kAmsgrad>(scalars, to_float(grad[i]), master[i], exp_avg[i], exp_avg_sq[i], largest);

@@ -16,7 +16,7 @@ _library.define_host("geometry_hash(Tensor[] tensors) -> int")
 
 
 def geometry_hash(tensors: Sequence[Tensor]) -> int | None:
-    """A 64-bit hash of every tensor's layout, sizes, strides, dtype and device, in order; None without the op library."""
+    """A 64-bit hash of all layouts, sizes, strides, dtypes and devices, in order; None without the op library."""
     if not tensors:
         return 0
     if not _library.load():

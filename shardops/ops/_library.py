@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-_LIBRARY = torch.library.Library("shardops", "DEF")
+_LIBRARY: Any = torch.library.Library("shardops", "DEF")  # type: ignore[no-untyped-call]
 NAMED_OVERLOADS = ("reference", "triton")
 
 
@@ -39,7 +39,7 @@ def define(name: str, signature: str, fake: Callable[..., Any], implementation: 
 
 
 def define_host(schema: str) -> None:
-    """Defines an op that looks at tensors without reading them; the C++ library alone implements it, for all devices."""
+    """Defines an op that looks at tensors without reading them; the C++ library implements it for all devices."""
     _LIBRARY.define(schema)
 
 

@@ -33,7 +33,7 @@ def check_norm_type(norm_type: float) -> float:
     value = float(norm_type)
     if value not in NORM_TYPES:
         raise ValueError(
-            f"norm_type is {norm_type!r}; 1, 2 and inf are supported (a power function has not the same bits everywhere)"
+            f"norm_type is {norm_type!r}; 1, 2 and inf are supported: other powers differ from backend to backend"
         )
     return value
 

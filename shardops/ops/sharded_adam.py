@@ -47,7 +47,9 @@ def sharded_adam(
     found_inf: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
-    """Updates parameters, moments, masters, shadows and steps in place (Kingma & Ba 2015; AdamW: Loshchilov & Hutter 2019).
+    """Updates parameters, moments, masters, shadows and steps in place.
+
+    Adam: Kingma & Ba 2015; AdamW: Loshchilov & Hutter 2019.
 
     In float32, with the tensor's ``t = step + 1``::
 
@@ -187,7 +189,7 @@ def _check_steps(steps: Tensor, step_index: Tensor | None, count: int, device: t
         positions = step_index.tolist()
         if min(positions) < 0 or max(positions) >= steps.numel() or len(set(positions)) < count:
             raise ValueError(
-                f"step_index is {positions}, steps has {steps.numel()} counters; it names each parameter's own counter, "
+                f"step_index is {positions}, steps has {steps.numel()} counters; it names each parameter's own, "
                 f"from 0 to {steps.numel() - 1}"
             )
 

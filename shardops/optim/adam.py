@@ -118,7 +118,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         self._reset()
         super().__init__(params, defaults)
         for device in dict.fromkeys(p.device for group in self.param_groups for p in group["params"]):
-            if not device.type == "meta":
+            if device.type != "meta":
                 _registry.resolve("sharded_adam", device.type, backend)  # a missing backend is an error now, not later
 
     # ---- construction and copies -------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def init_states(self) -> None:
-        """Allocates the states of all parameters that require gradients, at step 0. The first step does it otherwise."""
+        """Allocates the states of all parameters that require gradients, at step 0; otherwise the first step does."""
         self._tracker.plan(self, use_device_steps=False)
 
     def master_param(self, param: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates all parameters that have a gradient.
@@ -270,9 +270,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
                 return bool(frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"))
         return False
 
-    def _clip_coefficient(
-        self, plan: UpdatePlan, grads: list[Tensor | None], grad_scale: Tensor | None
-    ) -> Tensor:
+    def _clip_coefficient(self, plan: UpdatePlan, grads: list[Tensor | None], grad_scale: Tensor | None) -> Tensor:
         """The factor for gradients, as a device scalar: ``clamp(max_grad_norm / (norm + 1e-6), max=1)`` as in torch."""
         assert self.max_grad_norm is not None
         sources = [(entry.param, grad) for entry, grad in zip(plan.entries, grads, strict=True)]
@@ -288,13 +286,11 @@ class FusedShardedAdam(torch.optim.Optimizer):
         self, bucket: Bucket, coefficient: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
         group = self.param_groups[bucket.group_index]
-        lr = group["lr"]
-        lr_tensor = None
-        if isinstance(lr, Tensor):
-            if lr.device.type == "cpu":
-                lr = float(lr)
-            else:
-                lr, lr_tensor = 0.0, _beside(lr, bucket)
+        lr, lr_tensor = group["lr"], None
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+            lr_tensor = _beside(lr, bucket)
+            lr = 0.0
+        lr = float(lr)
         beta1, beta2 = group["betas"]
         scalars = [_beside(scalar, bucket) for scalar in (coefficient, grad_scale, found_inf)]
         if bucket.regular:
@@ -360,7 +356,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         self._tracker.follow_writes(self)
         return checkpoint.exported(self, super().state_dict())
 
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch, from this optimizer or from torch.optim.Adam / AdamW; dtypes of saved states are kept.
 
@@ -424,7 +420,7 @@ class FusedShardedAdamW(FusedShardedAdam):
 
 
 def _check_graph_capture(optimizer: Any) -> None:
-    """torch's own check that a captured step is capturable, under the name it has in this version."""
+    """Runs torch's own check that a captured step is capturable, under the name it has in this version."""
     renamed = getattr(optimizer, "_accelerator_graph_capture_health_check", None)
     (renamed or optimizer._cuda_graph_capture_health_check)()
 

@@ -1,7 +1,7 @@
 """State dicts: loading without torch's casts, states from other modes, and what FSDP1 can gather.
 
-``Optimizer.load_state_dict`` casts every state but ``step`` to the parameter's dtype, through a function that it calls by
-class name. So states pass it inside opaque holders, and are placed here.
+``Optimizer.load_state_dict`` casts every state but ``step`` to the parameter's dtype, through a function that it calls
+by class name. So states pass it inside opaque holders, and are placed here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("shardops")
 
 # Dtypes of the states that are placed on load; the two master forms are converted, if need be, at the next step.
-_STATE_DTYPES = {key: torch.float32 for key in (*MOMENT_KEYS, "master_param")} | {"remainder": torch.bfloat16}
+_STATE_DTYPES = dict.fromkeys((*MOMENT_KEYS, "master_param"), torch.float32) | {"remainder": torch.bfloat16}
 # These say how this optimizer stores; a loaded group does not change them.
 _OWN_OPTIONS = ("master_weights", "state_dtype")
 
@@ -130,7 +130,7 @@ def _is_readable(name: str, value: Any) -> bool:
 
 
 def _placed(param: Tensor, name: str, value: Any, copy: bool) -> Any:
-    """A saved state as this parameter's: on its device, in its memory order and sharding; dtypes as ``_STATE_DTYPES``."""
+    """A saved state as this parameter's: its device, memory order and sharding; dtypes as ``_STATE_DTYPES``."""
     if name not in _STATE_DTYPES:
         if name == "step":  # copied: the counter moves into the flat buffer
             return torch.as_tensor(value, dtype=torch.float32).detach().clone().reshape(())

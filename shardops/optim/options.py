@@ -79,7 +79,8 @@ def _check_param(label: str, param: Any, group: Mapping[str, Any]) -> None:
     if param.layout != torch.strided:
         raise TypeError(f"{label} has layout {param.layout}; only dense parameters can be stepped: use .to_dense()")
     if param.dtype not in PARAM_DTYPES:
-        remedy = "use torch.optim.Adam for it" if param.dtype.is_floating_point or param.is_complex() else "leave it out"
+        has_torch = param.dtype.is_floating_point or param.is_complex()
+        remedy = "use torch.optim.Adam for it" if has_torch else "leave it out"
         raise TypeError(f"{label} has dtype {param.dtype}; float32, bfloat16 and float16 can be stepped: {remedy}")
     if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
         raise ValueError(

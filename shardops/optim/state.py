@@ -37,9 +37,7 @@ def master_storage(param: Tensor, group: Group) -> MasterStorage:
     """Where the parameter's fp32 master lives under its group's ``master_weights``."""
     if param.dtype == torch.float32:
         return "param"
-    if group["master_weights"] == "split32" or (
-        group["master_weights"] == "auto" and param.dtype == torch.bfloat16
-    ):
+    if group["master_weights"] == "split32" or (group["master_weights"] == "auto" and param.dtype == torch.bfloat16):
         return "split"
     return "fp32"
 

@@ -62,9 +62,7 @@ class Tracker:
         """The next step makes a new plan."""
         self._plan = None
 
-    def buckets(
-        self, optimizer: Any, use_device_steps: bool
-    ) -> tuple[UpdatePlan, list[Tensor | None], list[Bucket]]:
+    def buckets(self, optimizer: Any, use_device_steps: bool) -> tuple[UpdatePlan, list[Tensor | None], list[Bucket]]:
         """The plan, the gradients of its entries, and its buckets with these gradients; arguments as :meth:`plan`."""
         plan = self.plan(optimizer, use_device_steps)
         grads = [entry.param.grad for entry in plan.entries]

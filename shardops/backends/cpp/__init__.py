@@ -26,6 +26,4 @@ def unavailable_reason(device_type: str) -> str | None:
     return None
 
 
-KERNELS: dict[str, Callable[..., Any]] = {
-    name: getattr(torch.ops.shardops, name).default for name in PRIMITIVES
-}
+KERNELS: dict[str, Callable[..., Any]] = {name: getattr(torch.ops.shardops, name).default for name in PRIMITIVES}

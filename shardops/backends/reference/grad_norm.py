@@ -9,8 +9,9 @@ A tensor is cut into blocks of 4,096 elements in memory order, the last one fill
 4. Lane ``l`` takes lane ``l + width`` for width = 128, 64, .. 1.
 5. The block's value is ``float64(sum) + float64(errors)``, scaled back (exact).
 
-Blocks of all tensors, in order, are then summed in float64: lane ``l`` of 256 takes blocks ``l, l + 256, ..``, and lanes
-are combined as in step 4. For the inf-norm a block's value is ``M`` and the combination is the maximum, NaN first.
+Blocks of all tensors, in order, are then summed in float64: lane ``l`` of 256 takes blocks ``l, l + 256, ..``, and
+lanes are combined as in step 4. For the inf-norm a block's value is ``M`` and the combination is the
+maximum, NaN first.
 """
 
 from __future__ import annotations

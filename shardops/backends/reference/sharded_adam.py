@@ -71,7 +71,7 @@ def sqrt_rn(values: Tensor) -> Tensor:
 
 
 def join_fp32(high: Tensor, remainder: Tensor) -> Tensor:
-    """bfloat16 and its 16-bit remainder (typed bfloat16) -> float32: ``bits = (high << 16) + sign_extend(remainder)``."""
+    """bfloat16 and its remainder (typed bfloat16) -> float32: ``bits = (high << 16) + sign_extend(remainder)``."""
     bits = (high.view(torch.int16).int() << 16) + remainder.view(torch.int16).int()
     return bits.view(torch.float32)
 
@@ -140,7 +140,9 @@ def sharded_adam(
     if not params:
         return
     device = params[0].device
-    lr64 = torch.full((), lr, dtype=torch.float64, device=device) if lr_tensor is None else lr_tensor.double().reshape(())
+    lr64 = torch.full((), lr, dtype=torch.float64, device=device)
+    if lr_tensor is not None:
+        lr64 = lr_tensor.double().reshape(())
     skip = None if found_inf is None else found_inf.reshape(()) != 0
     coupled_decay = 0.0 if decoupled_weight_decay else weight_decay
 
