@@ -11,8 +11,10 @@ namespace SHARDOPS_ISA {
 namespace {
 
 constexpr int64_t kRows = kNormBlock / kNormLanes;
-// Lanes whose sums stay in registers while their rows are walked.
-constexpr int64_t kGroup = 16;
+// Lanes whose sums stay in registers while their rows are walked. As a vector type, since the compiler keeps an array
+// of them in memory.
+typedef float LaneGroup __attribute__((vector_size(128)));
+constexpr int64_t kGroup = sizeof(LaneGroup) / sizeof(float);
 
 template <typename T>
 void decode(float* __restrict tile, const T* __restrict source, int64_t numel) {
@@ -29,34 +31,34 @@ uint32_t max_magnitude(const float* __restrict tile) {
   return largest;
 }
 
-// s + c holds a sum and the rounding errors made on the way (Knuth's two-sum).
+// Each lane's sum over its rows, and the rounding errors made on the way (Kahan).
+template <bool kSquare>
+void sum_lanes(const float* __restrict tile, float scale, float* __restrict sums, float* __restrict errors) {
+  for (int64_t group = 0; group < kNormLanes; group += kGroup) {
+    LaneGroup sum = {};
+    LaneGroup compensation = {};
+    for (int64_t row = 0; row < kRows; ++row) {
+      LaneGroup value;
+      std::memcpy(&value, tile + row * kNormLanes + group, sizeof(value));
+      value *= scale;
+      const LaneGroup term = kSquare ? value * value : (value < 0.0f ? -value : value);
+      const LaneGroup corrected = term - compensation;
+      const LaneGroup raised = sum + corrected;
+      compensation = (raised - sum) - corrected;
+      sum = raised;
+    }
+    compensation = -compensation;
+    std::memcpy(sums + group, &sum, sizeof(sum));
+    std::memcpy(errors + group, &compensation, sizeof(compensation));
+  }
+}
+
+// s + c holds a sum and the rounding error made (Knuth's two-sum).
 SHARDOPS_HD void two_sum(float& sum, float& error, float term) {
   const float total = SHARDOPS_ADD(sum, term);
   const float added = SHARDOPS_SUB(total, sum);
   error = SHARDOPS_ADD(SHARDOPS_SUB(sum, SHARDOPS_SUB(total, added)), SHARDOPS_SUB(term, added));
   sum = total;
-}
-
-template <bool kSquare>
-void sum_lanes(const float* __restrict tile, float scale, float* __restrict sums, float* __restrict errors) {
-  for (int64_t group = 0; group < kNormLanes; group += kGroup) {
-    float sum[kGroup] = {};
-    float compensation[kGroup] = {};
-    for (int64_t row = 0; row < kRows; ++row) {
-      const float* values = tile + row * kNormLanes + group;
-      for (int64_t lane = 0; lane < kGroup; ++lane) {
-        const float value = SHARDOPS_MUL(values[lane], scale);
-        const float term = kSquare ? SHARDOPS_MUL(value, value) : bits_to_float(float_to_bits(value) & 0x7FFFFFFFu);
-        float error;
-        two_sum(sum[lane], error, term);
-        compensation[lane] = SHARDOPS_ADD(compensation[lane], error);
-      }
-    }
-    for (int64_t lane = 0; lane < kGroup; ++lane) {
-      sums[group + lane] = sum[lane];
-      errors[group + lane] = compensation[lane];
-    }
-  }
 }
 
 // Lane l takes lane l + width, for width = 128, 64, .. 1.
@@ -81,11 +83,18 @@ double power_of_two(int64_t exponent) {
 }  // namespace
 
 double norm_block(const void* values, Dtype dtype, int64_t numel, Norm norm) {
-  alignas(64) float tile[kNormBlock];
+  alignas(64) float decoded[kNormBlock];
+  const float* tile = decoded;
   switch (dtype) {
-    case Dtype::kFloat32: decode(tile, static_cast<const float*>(values), numel); break;
-    case Dtype::kBFloat16: decode(tile, static_cast<const Bf16*>(values), numel); break;
-    case Dtype::kFloat16: decode(tile, static_cast<const Fp16*>(values), numel); break;
+    case Dtype::kFloat32:
+      if (numel == kNormBlock) {
+        tile = static_cast<const float*>(values);
+      } else {
+        decode(decoded, static_cast<const float*>(values), numel);
+      }
+      break;
+    case Dtype::kBFloat16: decode(decoded, static_cast<const Bf16*>(values), numel); break;
+    case Dtype::kFloat16: decode(decoded, static_cast<const Fp16*>(values), numel); break;
   }
   const uint32_t largest = max_magnitude(tile);
   if (norm == Norm::kInf || largest >= 0x7F800000u || largest == 0) return bits_to_float(largest);

@@ -4,9 +4,10 @@ A tensor is cut into blocks of 4,096 elements in memory order, the last one fill
 
 1. ``M`` = the largest magnitude. If it is inf or NaN, or 0, the block's value is ``M``.
 2. Each value is multiplied by a power of two that brings ``M`` into [1, 4) (exact); its power is taken in float32.
-3. Lane ``l`` of 256 sums elements ``l, l + 256, ..`` in this order, as a float32 sum and a float32 sum of the rounding
-   errors (two-sum, Knuth, The Art of Computer Programming 2, 4.2.2).
-4. Lane ``l`` takes lane ``l + width`` for width = 128, 64, .. 1.
+3. Lane ``l`` of 256 sums elements ``l, l + 256, ..`` of the 4,096 in this order, as a float32 sum and a float32
+   compensation (Kahan 1965, "Further remarks on reducing truncation errors").
+4. Lane ``l`` takes lane ``l + width`` for width = 128, 64, .. 1, keeping the rounding errors (two-sum, Knuth, The Art
+   of Computer Programming 2, 4.2.2).
 5. The block's value is ``float64(sum) + float64(errors)``, scaled back (exact).
 
 Blocks of all tensors, in order, are then summed in float64: lane ``l`` of 256 takes blocks ``l, l + 256, ..``, and
@@ -26,6 +27,13 @@ BLOCK = 4096
 LANES = 256
 # Blocks worked on together, so that temporaries stay small beside the tensor.
 _SLICE_BLOCKS = 1024
+
+
+def kahan_add(total: Tensor, compensation: Tensor, term: Tensor) -> tuple[Tensor, Tensor]:
+    """The running sum with ``term`` added, and what this and earlier additions added too much."""
+    corrected = term - compensation
+    raised = total + corrected
+    return raised, (raised - total) - corrected
 
 
 def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,10 +61,10 @@ def _block_values(values: Tensor, norm_type: float) -> Tensor:  # float32 [block
     terms = (values * values if norm_type == 2.0 else values.abs()).view(-1, BLOCK // LANES, LANES)
 
     sums = torch.zeros_like(terms[:, 0])
-    errors = torch.zeros_like(sums)
+    compensations = torch.zeros_like(sums)
     for row in range(BLOCK // LANES):
-        sums, error = two_sum(sums, terms[:, row])
-        errors = errors + error
+        sums, compensations = kahan_add(sums, compensations, terms[:, row])
+    errors = -compensations
     while sums.shape[1] > 1:
         width = sums.shape[1] // 2
         sums, error = two_sum(sums[:, :width], sums[:, width:])

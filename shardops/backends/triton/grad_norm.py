@@ -49,15 +49,16 @@ def _magnitude(values):
 
 
 @triton.jit
-def _add_powers(sums, errors, values, exponent, P: tl.constexpr):
-    """Lane by lane ``sums + errors + |x / 2^exponent| ** P``, as a rounded sum and the sum of rounding errors."""
+def _add_powers(sums, compensations, values, exponent, P: tl.constexpr):
+    """Lane by lane ``sums - compensations + |x / 2^exponent| ** P``, as such a pair again (Kahan)."""
     values = values * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     if P == 2:
         values = values * values
     else:
         values = tl.abs(values)
-    sums, error = two_sum(sums, values)
-    return sums, errors + error
+    corrected = values - compensations
+    raised = sums + corrected
+    return raised, (raised - sums) - corrected
 
 
 @triton.jit
@@ -66,17 +67,18 @@ def _lane_sums(pointer, remaining, P: tl.constexpr, LANES: tl.constexpr, ROWS: t
     lanes = tl.arange(0, LANES)
     largest = tl.zeros([LANES], tl.int32)
     sums = tl.zeros([LANES], tl.float32)
-    errors = tl.zeros([LANES], tl.float32)
+    compensations = tl.zeros([LANES], tl.float32)
     if MASKED:
         # Read twice, the second time from the cache: unrolled as below, this rare path would double the kernel.
-        for row in tl.range(0, tl.minimum(tl.cdiv(remaining, LANES), ROWS)):
+        # All rows, also those past the end: adding a zero to a compensated sum may still move it.
+        for row in tl.range(0, ROWS):
             values = load_block(pointer + row * LANES, lanes, remaining - row * LANES, True).to(tl.float32)
             largest = tl.maximum(largest, _magnitude(values))
         if P != 0:
             exponent = _exponent(largest)
-            for row in tl.range(0, tl.minimum(tl.cdiv(remaining, LANES), ROWS)):
+            for row in tl.range(0, ROWS):
                 values = load_block(pointer + row * LANES, lanes, remaining - row * LANES, True).to(tl.float32)
-                sums, errors = _add_powers(sums, errors, values, exponent, P)
+                sums, compensations = _add_powers(sums, compensations, values, exponent, P)
     else:
         rows = ()
         for row in tl.static_range(ROWS):
@@ -86,8 +88,8 @@ def _lane_sums(pointer, remaining, P: tl.constexpr, LANES: tl.constexpr, ROWS: t
         if P != 0:
             exponent = _exponent(largest)
             for row in tl.static_range(ROWS):
-                sums, errors = _add_powers(sums, errors, rows[row], exponent, P)
-    return largest, sums, errors
+                sums, compensations = _add_powers(sums, compensations, rows[row], exponent, P)
+    return largest, sums, -compensations
 
 
 @triton.jit(do_not_specialize=["rows", "chunks", "blocks"])
