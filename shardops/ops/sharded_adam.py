@@ -64,8 +64,8 @@ def sharded_adam(
         grads: float32, bfloat16 or float16, one dtype. Not written: they stay scaled and unclipped.
         exp_avgs: float32.
         exp_avg_sqs: float32.
-        steps: float32 counters of the steps done before this one, 1D, on the parameters' device; one is added to those
-            used, unless ``found_inf`` is set.
+        steps: float32 counters of the steps done before this one, 1D, on the parameters' device, or on the CPU if
+            there is no ``found_inf``; one is added to those used, unless ``found_inf`` is set.
         lr: a number, or one float32 or float64 element on the parameters' device, read without a sync.
         beta1, beta2, eps, weight_decay: as torch's Adam.
         decoupled_weight_decay: AdamW's decay; False: an L2 penalty added to the gradient.
@@ -105,7 +105,7 @@ def sharded_adam(
     _check_scalars({"clip_coef": clip_coef, "grad_scale": grad_scale, "found_inf": found_inf}, device, (torch.float32,))
     if isinstance(lr, Tensor):
         _check_scalars({"lr": lr}, device, (torch.float32, torch.float64))
-    _check_steps(steps, step_index, len(params), device)
+    _check_steps(steps, step_index, len(params), device, may_be_on_cpu=found_inf is None)
 
     lists = {name: [tensor.detach() for tensor in tensors] for name, tensors in lists.items()}
     dense, write_back = _dense_lists(lists)
@@ -171,11 +171,18 @@ def _check_scalars(scalars: dict[str, Tensor | None], device: torch.device, dtyp
             raise ValueError(f"{name} is on {scalar.device}, the parameters on {device}; move it there")
 
 
-def _check_steps(steps: Tensor, step_index: Tensor | None, count: int, device: torch.device) -> None:
-    if steps.dim() != 1 or steps.dtype != torch.float32 or not steps.is_contiguous() or steps.device != device:
+def _check_steps(
+    steps: Tensor, step_index: Tensor | None, count: int, device: torch.device, may_be_on_cpu: bool
+) -> None:
+    if steps.dim() != 1 or steps.dtype != torch.float32 or not steps.is_contiguous():
         raise ValueError(
-            f"steps has shape {tuple(steps.shape)}, dtype {steps.dtype}, device {steps.device}; "
-            f"it is contiguous, 1D, float32, on {device}"
+            f"steps has shape {tuple(steps.shape)}, dtype {steps.dtype}, strides {steps.stride()}; "
+            "it is contiguous, 1D, float32"
+        )
+    if steps.device != device and not (may_be_on_cpu and steps.device.type == "cpu"):
+        raise ValueError(
+            f"steps is on {steps.device}, the parameters on {device}; move it there"
+            + (", or to the CPU" if may_be_on_cpu else ": with found_inf the device decides whether it counts")
         )
     if step_index is None:
         if steps.numel() < count:

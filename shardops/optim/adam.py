@@ -54,7 +54,8 @@ class FusedShardedAdam(torch.optim.Optimizer):
         max_grad_norm: clip the global gradient norm (as ``torch.nn.utils.clip_grad_norm_``) inside the step. ``.grad``
             stays as it is. None: no clipping.
         process_group: the group that FSDP1 shards over, for ``max_grad_norm``; None: the default group for FSDP1
-            parameters. DTensors know their own. Other parameters are taken to be whole on every rank.
+            parameters, which is wrong for HYBRID_SHARD and NO_SHARD: FSDP1 does not tell, so give it there. DTensors
+            know their own. Other parameters are taken to be whole on every rank.
         backend: of the kernels: ``"cpp"``, ``"triton"``, ``"reference"``; None: the best available one. A name never
             falls back.
 

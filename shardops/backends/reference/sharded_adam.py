@@ -151,7 +151,7 @@ def sharded_adam(
 
     for index, param in enumerate(params):
         counter = steps[index if step_index is None else int(step_index[index])]
-        step = counter.long() + 1
+        step = (counter.long() + 1).to(device, non_blocking=True)  # counters may be on the CPU
         scalars = adam_scalars(step, lr64, beta1, beta2, eps, weight_decay, decoupled_weight_decay)
         split = bool(masters) and masters[index].dtype == torch.bfloat16
         if split:
@@ -190,4 +190,4 @@ def sharded_adam(
             store(param, master.to(param.dtype))
         if shadows:
             store(shadows[index], master.to(shadows[index].dtype))
-        store(counter, step.float())
+        store(counter, counter + 1.0)

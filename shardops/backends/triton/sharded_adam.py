@@ -220,7 +220,9 @@ def sharded_adam(
         if tensors or column < 4:
             dtype = torch.float32 if name in moments else tensors[0].dtype
             rows[:, column] = _launch.addresses(tensors, name, params, dtype)
-    rows[:, 7] = _counters(steps, step_index, count)
+    # Counters on the CPU (then there is no found_inf) are read from a copy, and counted here.
+    device_steps = steps.to(device, non_blocking=True)
+    rows[:, 7] = _counters(device_steps, step_index, count)
     rows[:, 8] = [param.numel() for param in params]
 
     master_dtype = masters[0].dtype if masters else None
@@ -255,6 +257,8 @@ def sharded_adam(
             num_warps=_launch.NUM_WARPS // 2,
             enable_fp_fusion=False,
         )
+        if device_steps is not steps:
+            steps[slice(count) if step_index is None else step_index] += 1
         if not chunks.numel():
             return
         update_kernel[(chunks.numel(),)](
