@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import ops
+from .ops import _registry
 from .ops.grad_norm import check_norm_type
 
 if TYPE_CHECKING:
@@ -91,58 +93,99 @@ def grad_norm(
     Raises:
         ValueError: another norm_type, or a gradient that is a pending sum (``Partial``).
     """
-    sources = [(grad, grad) for grad in grads]
-    device = local_tensor(sources[0][0]).device if sources else _group_device(group)
-    return sharded_norm(sources, device, group=group, norm_type=norm_type, backend=backend)
-
-
-def sharded_norm(
-    sources: Sequence[tuple[Tensor, Tensor | None]],
-    device: torch.device,
-    *,
-    group: ProcessGroup | None = None,
-    in_group: Callable[[Tensor], bool] = lambda param: True,
-    norm_type: float = 2.0,
-    backend: str | None = None,
-) -> Tensor:
-    """:func:`grad_norm` over ``(parameter, gradient or None)`` pairs.
-
-    The parameters say which collectives there are, so that a rank without gradients takes part in them. ``in_group``
-    says which plain parameters ``group`` shards; the others are whole on every rank, and count once.
-    """
     norm_type = check_norm_type(norm_type)
-    reduce = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
-    # By what shards them: a mesh, the group, or nothing. The group first: a rank may hold none of its shards.
-    meshes: dict[Any, list[tuple[Tensor, Tensor | None]]] = {} if group is None else {group: []}
-    for param, grad in sources:
-        mesh = getattr(param, "device_mesh", None)
-        if mesh is None and group is not None and in_group(param):
-            mesh = group
-        meshes.setdefault(mesh, []).append((param, grad))
+    grads = list(grads)
+    layout = NormLayout(grads, group)
+    return layout.norm(list(map(local_tensor, grads)), norm_type, backend=backend)
 
-    # The sum of powers (or the largest magnitude), and whether a NaN was met: a collective's maximum may lose one.
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-    for mesh, members in meshes.items():
-        part = torch.zeros(2, dtype=torch.float64, device=device)
-        dims = [] if mesh is None or mesh is group else _sharded_dims(param for param, _ in members)
-        by_replicas: dict[tuple[int, torch.device], list[Tensor]] = {}
-        for param, grad in members:
-            if grad is not None:
-                local = local_tensor(grad)
-                replicas = math.prod(mesh.size(d) for d in dims if not _is_sharded(param, d)) if dims else 1
-                by_replicas.setdefault((replicas, local.device), []).append(local)
-        for (replicas, _), locals_ in by_replicas.items():
-            power, _ = ops.grad_norm(locals_, norm_type, backend=backend)
-            is_nan = power.isnan()
-            share = torch.where(is_nan, 0.0, power) if norm_type == math.inf else power / replicas
-            part = _combined(part, torch.stack((share, is_nan.double())).to(device), norm_type)
-        for dim in dims:
-            dist.all_reduce(part, reduce, group=mesh.get_group(dim))
-        if group is not None and mesh is group:
-            dist.all_reduce(part, reduce, group=group)
-        total = _combined(total, part, norm_type)
-    norm = total[0].sqrt() if norm_type == 2.0 else total[0]
-    return torch.where(total[1] > 0, math.nan, norm).float()
+
+@dataclass(frozen=True)
+class _Part:
+    """Parameters that are sharded over the same groups.
+
+    Attributes:
+        groups: the all-reduces that complete their sum, one after the other.
+        members: for each number of replicas among these groups' ranks, and each device, positions of parameters.
+    """
+
+    groups: list[ProcessGroup]
+    members: list[tuple[int, list[int]]]
+
+
+class NormLayout:
+    """How the norm over a fixed list of parameters is made: worked out once, used each step.
+
+    The parameters say which collectives there are, not the gradients, so that a rank without any takes part in them.
+
+    Args:
+        params: parameters (or gradients that stand for them), plain or DTensors.
+        group: shards the plain parameters that ``in_group`` names; the others are whole on every rank, and count once.
+        in_group: all, unless given.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        group: ProcessGroup | None = None,
+        in_group: Callable[[Tensor], bool] = lambda param: True,
+    ) -> None:
+        self.group = group
+        self.device = params[0].device if params else _group_device(group)
+        # By what shards them: a mesh, the group, or nothing. The group first: a rank may hold none of its shards.
+        sharders: dict[Any, list[int]] = {} if group is None else {group: []}
+        for index, param in enumerate(params):
+            mesh = getattr(param, "device_mesh", None)
+            if mesh is None and group is not None and in_group(param):
+                mesh = group
+            sharders.setdefault(mesh, []).append(index)
+        self._parts = []
+        for sharder, indices in sharders.items():
+            is_mesh = sharder is not None and sharder is not group
+            dims = _sharded_dims(params[i] for i in indices) if is_mesh else []
+            members: dict[tuple[int, torch.device], list[int]] = {}
+            for i in indices:
+                replicas = math.prod(sharder.size(dim) for dim in dims if not _is_sharded(params[i], dim))
+                members.setdefault((replicas, params[i].device), []).append(i)
+            groups = [sharder.get_group(dim) for dim in dims]
+            if sharder is not None and not is_mesh:
+                groups = [sharder]
+            self._parts.append(_Part(groups, [(replicas, found) for (replicas, _), found in members.items()]))
+
+    def norm(
+        self,
+        grads: Sequence[Tensor | None],
+        norm_type: float = 2.0,
+        *,
+        are_checked: bool = False,
+        backend: str | None = None,
+    ) -> Tensor:
+        """The norm of these local gradients, one for each parameter or None; as :func:`grad_norm`.
+
+        Args:
+            are_checked: they are known to be fit and gapless in memory: the kernel takes them as they are.
+        """
+        reduce = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
+        # The sum of powers (or the largest magnitude), and whether a NaN was met: a collective's maximum may lose one.
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for part in self._parts:
+            value = torch.zeros(2, dtype=torch.float64, device=self.device)
+            for replicas, indices in part.members:
+                present = [grad for grad in map(grads.__getitem__, indices) if grad is not None]
+                if not present:
+                    continue
+                if are_checked:
+                    kernel = _registry.resolve("grad_norm", present[0].device.type, backend)
+                    power, _ = kernel(present, norm_type)
+                else:
+                    power, _ = ops.grad_norm(present, norm_type, backend=backend)
+                is_nan = power.isnan()
+                share = torch.where(is_nan, 0.0, power) if norm_type == math.inf else power / replicas
+                value = _combined(value, torch.stack((share, is_nan.double())).to(self.device), norm_type)
+            for group in part.groups:
+                dist.all_reduce(value, reduce, group=group)
+            total = _combined(total, value, norm_type)
+        norm = total[0].sqrt() if norm_type == 2.0 else total[0]
+        return torch.where(total[1] > 0, math.nan, norm).float()
 
 
 def _combined(a: Tensor, b: Tensor, norm_type: float) -> Tensor:

@@ -6,17 +6,20 @@ replaced: a parameter, a state, a gradient's dtype, or which parameters have a g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .collectives import local_tensor
+from .collectives import NormLayout, local_tensor
 from .ops import _checks
 from .ops._geometry import geometry_hash
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass
@@ -79,6 +82,8 @@ class UpdatePlan:
         self._locals = list(map(local_tensor, self._params))
         self._formats = _formats(self._params)
         self._buckets: list[Bucket] = []
+        self._norm_layout: NormLayout | None = None
+        self._local_grads: Sequence[Tensor | None] = []
         # What the buckets were built for; see _is_as_built.
         self._built_for: tuple[list[bool], list[Any], int | None] | None = None
 
@@ -111,10 +116,19 @@ class UpdatePlan:
             self._check_grads(grads)
             self._locals = params
             self._buckets = self._build(grads, local_grads)
+            self._norm_layout = None
             self._built_for = built_for
+        self._local_grads = local_grads
         for bucket in self._buckets:
             bucket.grads = [local_grads[i] for i in bucket.members]  # type: ignore[misc]
         return self._buckets
+
+    def grad_norm(self, group: ProcessGroup | None, in_group: Callable[[Tensor], bool], backend: str | None) -> Tensor:
+        """The global 2-norm of the gradients of the last refresh; arguments as in :class:`NormLayout`."""
+        if self._norm_layout is None or self._norm_layout.group is not group:
+            self._norm_layout = NormLayout(self._params, group, in_group)
+        are_checked = all(bucket.regular for bucket in self._buckets)
+        return self._norm_layout.norm(self._local_grads, are_checked=are_checked, backend=backend)
 
     def _check_grads(self, grads: Sequence[Tensor | None]) -> None:
         for index, (entry, grad) in enumerate(zip(self.entries, grads, strict=True)):

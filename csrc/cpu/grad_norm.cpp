@@ -10,21 +10,20 @@ namespace shardops {
 namespace SHARDOPS_ISA {
 namespace {
 
-constexpr int64_t kRows = kNormBlock / kNormLanes;
 // Lanes whose sums stay in registers while their rows are walked. As a vector type, since the compiler keeps an array
 // of them in memory.
 typedef float LaneGroup __attribute__((vector_size(128)));
 constexpr int64_t kGroup = sizeof(LaneGroup) / sizeof(float);
 
 template <typename T>
-void decode(float* __restrict tile, const T* __restrict source, int64_t numel) {
+void decode(float* __restrict tile, const T* __restrict source, int64_t numel, int64_t rows) {
   for (int64_t i = 0; i < numel; ++i) tile[i] = to_float(source[i]);
-  for (int64_t i = numel; i < kNormBlock; ++i) tile[i] = 0.0f;
+  for (int64_t i = numel; i < rows * kNormLanes; ++i) tile[i] = 0.0f;
 }
 
-uint32_t max_magnitude(const float* __restrict tile) {
+uint32_t max_magnitude(const float* __restrict tile, int64_t rows) {
   uint32_t largest = 0;
-  for (int64_t i = 0; i < kNormBlock; ++i) {
+  for (int64_t i = 0; i < rows * kNormLanes; ++i) {
     const uint32_t magnitude = float_to_bits(tile[i]) & 0x7FFFFFFFu;
     largest = magnitude > largest ? magnitude : largest;
   }
@@ -33,11 +32,12 @@ uint32_t max_magnitude(const float* __restrict tile) {
 
 // Each lane's sum over its rows, and the rounding errors made on the way (Kahan).
 template <bool kSquare>
-void sum_lanes(const float* __restrict tile, float scale, float* __restrict sums, float* __restrict errors) {
+void sum_lanes(const float* __restrict tile, int64_t rows, float scale, float* __restrict sums,
+               float* __restrict errors) {
   for (int64_t group = 0; group < kNormLanes; group += kGroup) {
     LaneGroup sum = {};
     LaneGroup compensation = {};
-    for (int64_t row = 0; row < kRows; ++row) {
+    for (int64_t row = 0; row < rows; ++row) {
       LaneGroup value;
       std::memcpy(&value, tile + row * kNormLanes + group, sizeof(value));
       value *= scale;
@@ -83,20 +83,21 @@ double power_of_two(int64_t exponent) {
 }  // namespace
 
 double norm_block(const void* values, Dtype dtype, int64_t numel, Norm norm) {
+  const int64_t rows = (numel + kNormLanes - 1) / kNormLanes;
   alignas(64) float decoded[kNormBlock];
   const float* tile = decoded;
   switch (dtype) {
     case Dtype::kFloat32:
-      if (numel == kNormBlock) {
+      if (numel % kNormLanes == 0) {
         tile = static_cast<const float*>(values);
       } else {
-        decode(decoded, static_cast<const float*>(values), numel);
+        decode(decoded, static_cast<const float*>(values), numel, rows);
       }
       break;
-    case Dtype::kBFloat16: decode(decoded, static_cast<const Bf16*>(values), numel); break;
-    case Dtype::kFloat16: decode(decoded, static_cast<const Fp16*>(values), numel); break;
+    case Dtype::kBFloat16: decode(decoded, static_cast<const Bf16*>(values), numel, rows); break;
+    case Dtype::kFloat16: decode(decoded, static_cast<const Fp16*>(values), numel, rows); break;
   }
-  const uint32_t largest = max_magnitude(tile);
+  const uint32_t largest = max_magnitude(tile, rows);
   if (norm == Norm::kInf || largest >= 0x7F800000u || largest == 0) return bits_to_float(largest);
 
   // Values become smaller than 4 in magnitude; the largest exponent's inverse would be a denormal, hence 253.
@@ -105,9 +106,9 @@ double norm_block(const void* values, Dtype dtype, int64_t numel, Norm norm) {
   alignas(64) float sums[kNormLanes];
   alignas(64) float errors[kNormLanes];
   if (norm == Norm::kTwo) {
-    sum_lanes<true>(tile, scale, sums, errors);
+    sum_lanes<true>(tile, rows, scale, sums, errors);
   } else {
-    sum_lanes<false>(tile, scale, sums, errors);
+    sum_lanes<false>(tile, rows, scale, sums, errors);
   }
   sum_tree(sums, errors);
   const double total = static_cast<double>(sums[0]) + static_cast<double>(errors[0]);

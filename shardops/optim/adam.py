@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import sharded_norm
 from ..ops import _registry
 from ..plan import Bucket, UpdatePlan
 from . import checkpoint
@@ -248,7 +247,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         self._tracker.refresh_masters()
         coefficient = None
         if self.max_grad_norm is not None:
-            coefficient = self._clip_coefficient(plan, grads, grad_scale)
+            coefficient = self._clip_coefficient(plan, grad_scale)
         for bucket in buckets:
             self._launch(bucket, coefficient, grad_scale, found_inf)
         self._tracker.record_writes(
@@ -271,15 +270,12 @@ class FusedShardedAdam(torch.optim.Optimizer):
                 return bool(frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"))
         return False
 
-    def _clip_coefficient(self, plan: UpdatePlan, grads: list[Tensor | None], grad_scale: Tensor | None) -> Tensor:
+    def _clip_coefficient(self, plan: UpdatePlan, grad_scale: Tensor | None) -> Tensor:
         """The factor for gradients, as a device scalar: ``clamp(max_grad_norm / (norm + 1e-6), max=1)`` as in torch."""
         assert self.max_grad_norm is not None
-        sources = [(entry.param, grad) for entry, grad in zip(plan.entries, grads, strict=True)]
-        device = sources[0][0].device if sources else torch.device("cpu")
-        group = checkpoint.plain_group(self)
-        norm = sharded_norm(sources, device, group=group, in_group=is_fsdp1, backend=self.backend)
+        norm = plan.grad_norm(checkpoint.plain_group(self), is_fsdp1, self.backend)
         if grad_scale is not None:
-            norm = norm / grad_scale.to(device).reshape(())
+            norm = norm / grad_scale.to(norm.device).reshape(())
         self.last_grad_norm = norm
         return torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
 

@@ -1,18 +1,19 @@
 """grad_norm in plain torch: the fixed tree of sums that every backend follows.
 
-A tensor is cut into blocks of 4,096 elements in memory order, the last one filled with zeros. Within a block:
+A tensor is cut into blocks of 4,096 elements in memory order, and a block into rows of 256; the last row of the last
+block is filled with zeros. Within a block:
 
 1. ``M`` = the largest magnitude. If it is inf or NaN, or 0, the block's value is ``M``.
 2. Each value is multiplied by a power of two that brings ``M`` into [1, 4) (exact); its power is taken in float32.
-3. Lane ``l`` of 256 sums elements ``l, l + 256, ..`` of the 4,096 in this order, as a float32 sum and a float32
-   compensation (Kahan 1965, "Further remarks on reducing truncation errors").
+3. Lane ``l`` of 256 sums elements ``l, l + 256, ..`` in this order, as a float32 sum and a float32 compensation
+   (Kahan 1965, "Further remarks on reducing truncation errors").
 4. Lane ``l`` takes lane ``l + width`` for width = 128, 64, .. 1, keeping the rounding errors (two-sum, Knuth, The Art
    of Computer Programming 2, 4.2.2).
 5. The block's value is ``float64(sum) + float64(errors)``, scaled back (exact).
 
 Blocks of all tensors, in order, are then summed in float64: lane ``l`` of 256 takes blocks ``l, l + 256, ..``, and
-lanes are combined as in step 4. For the inf-norm a block's value is ``M`` and the combination is the
-maximum, NaN first.
+lanes are combined as in step 4. For the inf-norm a block's value is ``M`` and the combination is the maximum, NaN
+first.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
-def _block_values(values: Tensor, norm_type: float) -> Tensor:  # float32 [blocks, 4096] -> float64 [blocks]
+def _block_values(values: Tensor, norm_type: float) -> Tensor:  # float32 [blocks, rows * 256] -> float64 [blocks]
     magnitudes = values.contiguous().view(torch.int32) & 0x7FFFFFFF
     largest = magnitudes.amax(dim=1)
     extreme = largest.view(torch.float32).double()
@@ -58,11 +59,11 @@ def _block_values(values: Tensor, norm_type: float) -> Tensor:  # float32 [block
     exponent = (largest >> 23).clamp(max=253)
     scale = ((254 - exponent) << 23).view(torch.float32)
     values = values * scale[:, None]
-    terms = (values * values if norm_type == 2.0 else values.abs()).view(-1, BLOCK // LANES, LANES)
+    terms = (values * values if norm_type == 2.0 else values.abs()).view(len(values), -1, LANES)
 
     sums = torch.zeros_like(terms[:, 0])
     compensations = torch.zeros_like(sums)
-    for row in range(BLOCK // LANES):
+    for row in range(terms.shape[1]):
         sums, compensations = kahan_add(sums, compensations, terms[:, row])
     errors = -compensations
     while sums.shape[1] > 1:
@@ -76,11 +77,14 @@ def _block_values(values: Tensor, norm_type: float) -> Tensor:  # float32 [block
 
 def _tensor_blocks(grad: Tensor, norm_type: float) -> list[Tensor]:
     flat = grad.as_strided((grad.numel(),), (1,))  # memory order
+    whole = grad.numel() // BLOCK * BLOCK
     blocks = []
-    for start in range(0, grad.numel(), BLOCK * _SLICE_BLOCKS):
-        part = flat[start : start + BLOCK * _SLICE_BLOCKS].float()
-        part = torch.nn.functional.pad(part, (0, -part.numel() % BLOCK))
+    for start in range(0, whole, BLOCK * _SLICE_BLOCKS):
+        part = flat[start : min(start + BLOCK * _SLICE_BLOCKS, whole)].float()
         blocks.append(_block_values(part.view(-1, BLOCK), norm_type))
+    if whole < grad.numel():
+        last = flat[whole:].float()
+        blocks.append(_block_values(torch.nn.functional.pad(last, (0, -last.numel() % LANES))[None], norm_type))
     return blocks
 
 

@@ -70,13 +70,12 @@ def _lane_sums(pointer, remaining, P: tl.constexpr, LANES: tl.constexpr, ROWS: t
     compensations = tl.zeros([LANES], tl.float32)
     if MASKED:
         # Read twice, the second time from the cache: unrolled as below, this rare path would double the kernel.
-        # All rows, also those past the end: adding a zero to a compensated sum may still move it.
-        for row in tl.range(0, ROWS):
+        for row in tl.range(0, tl.minimum(tl.cdiv(remaining, LANES), ROWS)):
             values = load_block(pointer + row * LANES, lanes, remaining - row * LANES, True).to(tl.float32)
             largest = tl.maximum(largest, _magnitude(values))
         if P != 0:
             exponent = _exponent(largest)
-            for row in tl.range(0, ROWS):
+            for row in tl.range(0, tl.minimum(tl.cdiv(remaining, LANES), ROWS)):
                 values = load_block(pointer + row * LANES, lanes, remaining - row * LANES, True).to(tl.float32)
                 sums, compensations = _add_powers(sums, compensations, values, exponent, P)
     else:
