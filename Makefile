@@ -22,7 +22,7 @@ train: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests
 
-# Exhaustive and large proofs; minutes to an hour, and up to 12 GB of memory.
+# Exhaustive casts (2^32 values) and tensors past 2^31 elements.
 slow: setup
 	$(BIN)/python -m pytest -m slow tests
 
