@@ -20,7 +20,8 @@ train: setup
 	$(BIN)/python examples/train_fsdp.py --compare --world-size 2
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests
+	@$(BIN)/python -c "import xdist" 2>/dev/null && workers="-n $(WORKERS)" || workers=""; set -x; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $$workers -m "not slow" tests
 
 # Exhaustive casts (2^32 values) and tensors past 2^31 elements.
 slow: setup

@@ -1,4 +1,4 @@
-"""What all tests share: the backends that they run over, one thread unless a test asks for more, bounded hypothesis."""
+"""What all tests share: the backends that they run over, and one thread unless a test asks for more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,9 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for `import referenc
 
 # Every backend that runs in this process. A missing C++ library makes tests fail, it does not skip them.
 BACKENDS = ("reference", "cpp")
-
-hypothesis.settings.register_profile("shardops", derandomize=True, max_examples=60, deadline=None, database=None)
-hypothesis.settings.load_profile("shardops")
 
 
 @pytest.fixture(params=BACKENDS)

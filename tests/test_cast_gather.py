@@ -71,7 +71,7 @@ def test_a_stretch_of_the_exhaustive_check(start: int, ties: int) -> None:
 
 @pytest.mark.slow
 def test_all_32_bit_patterns() -> None:
-    torch.set_num_threads(2)
+    """One thread: with more, the many small steps wait for each other longer than they work."""
     counts = exhaustive_casts.run()
     assert (counts.done, set(counts.wrong.values())) == (1 << 32, {0}), counts
     assert (counts.ties, counts.off_ties) == (exhaustive_casts.TIES, 0)

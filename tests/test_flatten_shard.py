@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from properties import given, st
 from reference import (
     DTYPES,
     assert_bits_equal,

@@ -7,8 +7,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from properties import given, st
 
 from shardops import layout
 
