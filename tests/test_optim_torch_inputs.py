@@ -17,7 +17,7 @@ from optim_helpers import PAIRS, assert_close_to_torch, clones, make_params, par
 
 # torch's database imports it; a machine without a network may lack it.
 pytest.importorskip("expecttest")
-from torch.testing._internal import common_optimizers  # noqa: E402
+from torch.testing._internal import common_optimizers
 
 STEPS = 7
 
