@@ -37,7 +37,9 @@ def main() -> int:
         "OMP_NUM_THREADS": "2",
     }
     tests = [str(ROOT / "tests" / name) for name in TESTS]
-    arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", "cpp or not reference", *tests]
+    # --capture=sys: a sanitizer writes its report past Python, and pytest would swallow it.
+    arguments = ["-m", "pytest", "-q", "--capture=sys", "-p", "no:cacheprovider", "-m", "not slow"]
+    arguments += ["-k", "cpp or not reference", *tests]
     return subprocess.run([sys.executable, *arguments, *sys.argv[1:]], cwd=ROOT, env=environment).returncode
 
 
