@@ -340,8 +340,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
 
     def _count_skipped(self, found_inf: Tensor | None) -> None:
         if found_inf is None:
-            if self.last_found_inf is None or self._skipped is not None:
-                self.last_found_inf = torch.zeros_like(self.skipped_steps)
+            self.last_found_inf = torch.zeros_like(self.skipped_steps)
         else:
             self.last_found_inf = (found_inf != 0).float().reshape(())
             self._skipped = self.skipped_steps + self.last_found_inf.to(self.skipped_steps.device)

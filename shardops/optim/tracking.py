@@ -68,10 +68,9 @@ class Tracker:
         grads = [entry.param.grad for entry in plan.entries]
         try:
             return plan, grads, plan.refresh(grads)
-        except StalePlanError:
+        except StalePlanError:  # a new plan is not; it may have other entries, and so other gradients
             self._plan = None
-        plan = self.plan(optimizer, use_device_steps)
-        return plan, grads, plan.refresh(grads)
+            return self.buckets(optimizer, use_device_steps)
 
     def plan(self, optimizer: Any, use_device_steps: bool) -> UpdatePlan:
         """The plan over all parameters with states, made anew if a parameter or state was added or replaced.
