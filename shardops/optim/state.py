@@ -97,14 +97,15 @@ def adopt_master(param: Tensor, state: State) -> None:
     rounded = master.to(values.dtype)
     belongs = (rounded == values) | (rounded.isnan() & values.isnan())
     if values.dtype == torch.bfloat16:  # split32 had rounded ties away from zero
-        belongs |= _high_half(master) == values.contiguous().view(torch.int16)
+        belongs |= _split_bits(master)[0] == values.contiguous().view(torch.int16)
     master.copy_(torch.where(belongs, master, values.float()))
 
 
-def _high_half(master: Tensor) -> Tensor:
-    """The bf16 pattern (int16) that split storage keeps of an fp32 master: rounded with ties away from zero."""
+def _split_bits(master: Tensor) -> tuple[Tensor, Tensor]:
+    """The int16 patterns that split storage keeps of an fp32 master: its bf16, ties away from zero, and remainder."""
     bits = torch.where(master.isnan(), 0x7FC00000, master.contiguous().view(torch.int32))
-    return ((bits + 0x8000) >> 16).to(torch.int16)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16), (bits - (high << 16)).to(torch.int16)
 
 
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
@@ -123,10 +124,8 @@ def split_master(param: Tensor, master: Tensor) -> Tensor:
     holds another value it was written later, and counts.
     """
     remainder = zeros_like(param, torch.bfloat16)
-    values = local_tensor(master).contiguous()
-    bits = torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32))
-    high = _high_half(values)
-    low = (bits - (high.int() << 16)).to(torch.int16).view(torch.bfloat16)
+    high, low = _split_bits(local_tensor(master))
+    low = low.view(torch.bfloat16)
     belongs = local_tensor(param.detach()).contiguous().view(torch.int16) == high
     local_tensor(remainder).copy_(torch.where(belongs, low, torch.zeros_like(low)))
     return remainder
