@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from . import backends as _backends  # noqa: F401  (imported first: the function below takes the package's name)
 from . import ops
+from .clipping import clip_grad_norm_, share_grad_norm
 from .collectives import all_gather_cast, grad_norm
+from .integrations import fsdp
 from .ops._registry import backends
 from .optim import FusedShardedAdam, FusedShardedAdamW
 
 __version__ = "0.1.0"
-__all__ = ["FusedShardedAdam", "FusedShardedAdamW", "all_gather_cast", "backends", "grad_norm", "ops"]
+__all__ = [
+    "FusedShardedAdam",
+    "FusedShardedAdamW",
+    "all_gather_cast",
+    "backends",
+    "clip_grad_norm_",
+    "fsdp",
+    "grad_norm",
+    "ops",
+    "share_grad_norm",
+]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,12 +79,16 @@ def grad_norm(
 ) -> Tensor:
     """The norm of all gradients together, equal on all ranks that share them, as a device scalar without a host sync.
 
-    Each local tensor is summed once in the fixed tree of ``backends/reference/grad_norm.py``; DTensors are reduced over
-    the mesh dimensions that shard them, so replicas count once.
+    Each local tensor is summed once in the fixed tree of ``backends/reference/grad_norm.py``; DTensors are then summed
+    over the ranks that they are sharded over. Replicas count once. One all-reduce does it under FSDP, HSDP, tensor
+    parallelism under FSDP, and for parameters on several meshes of one job; see :class:`NormLayout`.
 
     Args:
         grads: tensors or DTensors, any shapes and devices.
-        group: the group over which plain (non-DTensor) gradients are sharded; None: they are whole on every rank.
+        group: ranks that hold different parameters, as pipeline stages and experts, or different parts of plain ones,
+            as FSDP1's and hand-made shards: everything is summed over it. A plain (non-DTensor) gradient then counts
+            on each of its ranks; a DTensor once, however many of them are on its mesh. None: plain gradients are whole
+            on every rank, and no rank has DTensors that another lacks.
         norm_type: 1, 2 or inf.
         backend: of the local sums.
 
@@ -91,21 +96,23 @@ def grad_norm(
         float32 scalar on the first gradient's device; 0 for none. NaN or inf if an element is.
 
     Raises:
-        ValueError: another norm_type, or a gradient that is a pending sum (``Partial``).
+        ValueError: another norm_type, a gradient that is a pending sum (``Partial``), a group without this rank.
+        TypeError: a gradient that is not a dense tensor of float32, bfloat16 or float16.
     """
     norm_type = check_norm_type(norm_type)
     grads = list(grads)
-    layout = NormLayout(grads, group)
+    layout = NormLayout(grads, [] if group is None else [group])
     return layout.norm(list(map(local_tensor, grads)), norm_type, backend=backend)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Parameters that are sharded over the same groups.
+    """Parameters whose local sums are completed by the same all-reduces.
 
     Attributes:
-        groups: the all-reduces that complete their sum, one after the other.
-        members: for each number of replicas among these groups' ranks, and each device, positions of parameters.
+        groups: these all-reduces, one after the other.
+        members: for each device, and each number of copies that all reductions together meet: that number, and the
+            positions of the parameters.
     """
 
     groups: list[ProcessGroup]
@@ -117,39 +124,38 @@ class NormLayout:
 
     The parameters say which collectives there are, not the gradients, so that a rank without any takes part in them.
 
+    Each rank sums what it holds, and divides a parameter's sum by the number of its copies among the ranks that are
+    reduced over. So one all-reduce serves parameters that are sharded differently. On a mesh of 2 x 4 ranks (dp, tp)
+    all 8 are summed over: a weight sharded over both counts as it is, a bias that only dp shards is divided by 4.
+
     Args:
         params: parameters (or gradients that stand for them), plain or DTensors.
-        group: shards the plain parameters that ``in_group`` names; the others are whole on every rank, and count once.
-        in_group: all, unless given.
+        groups: groups of ranks that hold different parameters, or different parts of plain ones. Each has its
+            all-reduce, after the DTensors' own, whether or not a parameter here is in it.
+        group_of: which group a parameter belongs to; None: a plain one is whole on every rank, a DTensor on every rank
+            of its mesh. Unless given, all belong to the first of ``groups``.
+        settings: kept for whoever keeps the layout: what it was made for.
     """
 
     def __init__(
         self,
         params: Sequence[Tensor],
-        group: ProcessGroup | None = None,
-        in_group: Callable[[Tensor], bool] = lambda param: True,
+        groups: Sequence[ProcessGroup] = (),
+        group_of: Callable[[Tensor], ProcessGroup | None] | None = None,
+        settings: tuple[Any, ...] = (),
     ) -> None:
-        self.group = group
-        self.device = params[0].device if params else _group_device(group)
-        # By what shards them: a mesh, the group, or nothing. The group first: a rank may hold none of its shards.
-        sharders: dict[Any, list[int]] = {} if group is None else {group: []}
+        self.settings = settings
+        self.device = next((param.device for param in params if not param.is_meta), None) or _group_device(groups)
+        members: dict[ProcessGroup | None, list[int]] = {group: [] for group in groups}
         for index, param in enumerate(params):
-            mesh = getattr(param, "device_mesh", None)
-            if mesh is None and group is not None and in_group(param):
-                mesh = group
-            sharders.setdefault(mesh, []).append(index)
-        self._parts = []
-        for sharder, indices in sharders.items():
-            is_mesh = sharder is not None and sharder is not group
-            dims = _sharded_dims(params[i] for i in indices) if is_mesh else []
-            members: dict[tuple[int, torch.device], list[int]] = {}
-            for i in indices:
-                replicas = math.prod(sharder.size(dim) for dim in dims if not _is_sharded(params[i], dim))
-                members.setdefault((replicas, params[i].device), []).append(i)
-            groups = [sharder.get_group(dim) for dim in dims]
-            if sharder is not None and not is_mesh:
-                groups = [sharder]
-            self._parts.append(_Part(groups, [(replicas, found) for (replicas, _), found in members.items()]))
+            group = group_of(param) if group_of is not None else groups[0] if groups else None
+            members.setdefault(group, []).append(index)
+        # The group that is reduced over last (None: none is) -> what is added up before.
+        self._sums = {group: _parts(params, indices, group, self.device) for group, indices in members.items()}
+        for part in list(self._sums.get(None, ())):  # an all-reduce that two of them have in common is made once
+            if len(part.groups) == 1 and part.groups[0] in self._sums:
+                self._sums[None].remove(part)
+                self._sums[part.groups[0]].append(_Part([], part.members))
 
     def norm(
         self,
@@ -164,53 +170,175 @@ class NormLayout:
         Args:
             are_checked: they are known to be fit and gapless in memory: the kernel takes them as they are.
         """
-        reduce = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
-        # The sum of powers (or the largest magnitude), and whether a NaN was met: a collective's maximum may lose one.
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for part in self._parts:
-            value = torch.zeros(2, dtype=torch.float64, device=self.device)
-            for replicas, indices in part.members:
-                present = [grad for grad in map(grads.__getitem__, indices) if grad is not None]
-                if not present:
-                    continue
-                if are_checked:
-                    kernel = _registry.resolve("grad_norm", present[0].device.type, backend)
-                    power, _ = kernel(present, norm_type)
-                else:
-                    power, _ = ops.grad_norm(present, norm_type, backend=backend)
-                is_nan = power.isnan()
-                share = torch.where(is_nan, 0.0, power) if norm_type == math.inf else power / replicas
-                value = _combined(value, torch.stack((share, is_nan.double())).to(self.device), norm_type)
-            for group in part.groups:
-                dist.all_reduce(value, reduce, group=group)
-            total = _combined(total, value, norm_type)
-        norm = total[0].sqrt() if norm_type == 2.0 else total[0]
-        return torch.where(total[1] > 0, math.nan, norm).float()
+        is_max = norm_type == math.inf
+        reduce = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+        totals = []
+        for last_group, parts in self._sums.items():
+            values = []
+            for part in parts:
+                shares = []
+                for copies, indices in part.members:
+                    present = [grad for grad in map(grads.__getitem__, indices) if grad is not None]
+                    if not present:
+                        continue
+                    if are_checked:
+                        kernel = _registry.resolve("grad_norm", present[0].device.type, backend)
+                        power, _ = kernel(present, norm_type)
+                    else:
+                        power, _ = ops.grad_norm(present, norm_type, backend=backend)
+                    shares.append(_share(power, copies, is_max).to(self.device))
+                values.append(self._combined(shares, is_max))
+                for group in part.groups:
+                    dist.all_reduce(values[-1], reduce, group=group)
+            totals.append(self._combined(values, is_max))
+            if last_group is not None:
+                dist.all_reduce(totals[-1], reduce, group=last_group)
+        total = self._combined(totals, is_max)
+        if is_max:
+            return torch.where(total[1] > 0, math.nan, total[0]).float()
+        return (total.sqrt() if norm_type == 2.0 else total).float()
+
+    def _combined(self, shares: Sequence[Tensor], is_max: bool) -> Tensor:
+        """Their sum or maximum, as :func:`_share`; 0 of none."""
+        if not shares:
+            return torch.zeros(2 if is_max else (), dtype=torch.float64, device=self.device)
+        total = shares[0]
+        for share in shares[1:]:
+            total = torch.maximum(total, share) if is_max else total + share
+        return total
 
 
-def _combined(a: Tensor, b: Tensor, norm_type: float) -> Tensor:
-    return torch.maximum(a, b) if norm_type == math.inf else a + b
+def _share(power: Tensor, copies: int, is_max: bool) -> Tensor:
+    """What a local sum of powers adds to a sum that meets ``copies`` of it, float64; or what a maximum takes of it, 1D.
+
+    A collective's maximum may lose a NaN, its sum does not: beside the magnitude (0 for NaN) goes whether it was one.
+    """
+    if not is_max:
+        return power if copies == 1 else power / copies
+    is_nan = power.isnan()
+    return torch.stack((torch.where(is_nan, 0.0, power), is_nan.double()))
 
 
-def _group_device(group: ProcessGroup | None) -> torch.device:
-    if group is not None and "nccl" in dist.get_backend(group):
+def _group_device(groups: Sequence[ProcessGroup]) -> torch.device:
+    if groups and "nccl" in dist.get_backend(groups[0]):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
+# ---- which all-reduces complete the sums of DTensors -----------------------------------------------------------------
+
+
+def _parts(
+    params: Sequence[Any], indices: Sequence[int], last_group: ProcessGroup | None, device: torch.device
+) -> list[_Part]:
+    """What is added up before an all-reduce over ``last_group`` (None: before none).
+
+    Raises:
+        ValueError: a DTensor that is a pending sum; a group without this rank.
+    """
+    last_ranks = None if last_group is None else _ranks_of_group(last_group)
+    plain: dict[int, int] = {}
+    meshes: dict[Any, dict[int, list[int]]] = {}  # mesh -> position of a parameter -> dimensions that shard it
+    for i in indices:
+        mesh = getattr(params[i], "device_mesh", None)
+        if mesh is None:
+            plain[i] = 1
+        elif mesh.get_coordinate() is not None:  # else this rank is not on the mesh, and holds nothing
+            meshes.setdefault(mesh, {})[i] = [dim for dim in range(mesh.ndim) if _is_sharded(params[i], dim)]
+    parts = [_part(params, [], plain)] if plain else []
+    for family in _families(meshes, device):
+        groups: list[ProcessGroup] = []
+        for mesh in family.meshes:
+            groups += [mesh.get_group(dim) for dim in sorted(set(chain.from_iterable(meshes[mesh].values())))]
+        groups = list(dict.fromkeys(groups))
+        if len(groups) > 1 and family.group is not None:
+            groups = [family.group]
+        copies = 1
+        if last_ranks is not None:  # each of its ranks that is on the mesh brings a sum of its own
+            ranks = _ranks(family.meshes[0])
+            copies = len(ranks & last_ranks)
+            summed = set(dist.get_process_group_ranks(groups[0])) if len(groups) == 1 else ranks if groups else set()
+            if summed <= last_ranks:
+                groups = []
+        copies *= math.prod(group.size() for group in groups)
+        counts = {
+            i: copies // math.prod(map(mesh.size, dims)) for mesh in family.meshes for i, dims in meshes[mesh].items()
+        }
+        parts.append(_part(params, groups, counts))
+    return parts
+
+
+def _part(params: Sequence[Tensor], groups: list[ProcessGroup], copies: dict[int, int]) -> _Part:
+    members: dict[tuple[int, torch.device], list[int]] = {}
+    for index, count in copies.items():
+        members.setdefault((count, params[index].device), []).append(index)
+    return _Part(groups, [(count, found) for (count, _), found in members.items()])
+
+
+@dataclass
+class _Family:
+    """A mesh, first, and meshes that are parts of it, so that a parameter on one of these has copies along the rest.
+
+    Attributes:
+        group: of exactly the first mesh's ranks, if there is one.
+        dims: groups of all meshes' dimensions that a part of them may have.
+    """
+
+    meshes: list[Any]
+    group: ProcessGroup | None
+    dims: set[ProcessGroup]
+
+
+def _families(meshes: Iterable[Any], device: torch.device) -> list[_Family]:
+    """Meshes that can share their all-reduces. Every rank comes to the same result, each with its own part of a mesh.
+
+    A part of a mesh is known by its groups: slicing a mesh makes no new ones.
+    """
+    families: list[_Family] = []
+    for mesh in sorted(meshes, key=lambda mesh: (-mesh.size(), mesh.ndim)):
+        dims = {mesh.get_group(dim) for dim in range(mesh.ndim)}
+        for family in families:
+            is_part = dims <= family.dims
+            if is_part or (family.group is not None and _ranks(mesh) == _ranks(family.meshes[0])):
+                family.meshes.append(mesh)
+                family.dims |= dims
+                break
+        else:
+            group = mesh.get_group(0) if mesh.ndim == 1 else _default_group(mesh.size(), device)
+            families.append(_Family([mesh], group, dims))
+    return families
+
+
+def _default_group(size: int, device: torch.device) -> ProcessGroup | None:
+    """The default group, if it has so many ranks and reduces tensors on the device."""
+    group = dist.group.WORLD
+    if group is None or group.size() != size:
+        return None
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        return None
+    return group
+
+
+def _ranks(mesh: Any) -> set[int]:
+    return set(mesh.mesh.flatten().tolist())
+
+
+def _ranks_of_group(group: ProcessGroup) -> set[int]:
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            f"this rank, {dist.get_rank()}, is not in the group to sum over; give each rank the group that it is in"
+        )
+    return set(dist.get_process_group_ranks(group))
+
+
 def _is_sharded(param: Any, mesh_dim: int) -> bool:
+    """Whether another rank along the dimension holds another part."""
     placement = param.placements[mesh_dim]
     if placement.is_partial():
         raise ValueError(
             f"a gradient has placements {param.placements}: a sum that is still pending has no norm; "
             "redistribute it to Shard or Replicate first"
         )
-    return not placement.is_replicate()
-
-
-def _sharded_dims(params: Iterable[Any]) -> list[int]:
-    """Mesh dimensions over which at least one of the parameters (of one mesh) is sharded."""
-    sharded: set[int] = set()
-    for param in params:
-        sharded.update(dim for dim in range(param.device_mesh.ndim) if _is_sharded(param, dim))
-    return sorted(sharded)
+    return not placement.is_replicate() and param.device_mesh.size(mesh_dim) > 1

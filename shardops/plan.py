@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .collectives import NormLayout, local_tensor
+from .gradients import local_gradient
 from .ops import _checks
 from .ops._geometry import geometry_hash
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from .shadow import Shadow, shadow_of
 
 
 @dataclass
@@ -72,10 +71,21 @@ class StalePlanError(Exception):
 
 
 class UpdatePlan:
-    """The buckets of a fixed list of entries, refreshed with each step's gradients."""
+    """The buckets of a fixed list of entries, refreshed with each step's gradients.
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    Attributes:
+        entries: as given.
+        shadows: of the parameters in the buckets, those that have one, with it.
+
+    Args:
+        entries: one for each parameter.
+        before_build: called before buckets are built: integrations attach shadows to local tensors that are new.
+    """
+
+    def __init__(self, entries: Sequence[Entry], before_build: Callable[[], None] = lambda: None) -> None:
         self.entries = list(entries)
+        self.shadows: list[tuple[Tensor, Shadow]] = []
+        self._before_build = before_build
         self._params = [entry.param for entry in self.entries]
         # DTensors' local tensors are replaced by to_empty, .to() and resharding; a plain parameter is its own.
         self._is_sharded = any(hasattr(param, "_local_tensor") for param in self._params)
@@ -114,6 +124,7 @@ class UpdatePlan:
             if self.is_stale():
                 raise StalePlanError
             self._check_grads(grads)
+            self._before_build()
             self._locals = params
             self._buckets = self._build(grads, local_grads)
             self._norm_layout = None
@@ -123,10 +134,21 @@ class UpdatePlan:
             bucket.grads = [local_grads[i] for i in bucket.members]  # type: ignore[misc]
         return self._buckets
 
-    def grad_norm(self, group: ProcessGroup | None, in_group: Callable[[Tensor], bool], backend: str | None) -> Tensor:
-        """The global 2-norm of the gradients of the last refresh; arguments as in :class:`NormLayout`."""
-        if self._norm_layout is None or self._norm_layout.group is not group:
-            self._norm_layout = NormLayout(self._params, group, in_group)
+    def grad_norm(
+        self,
+        settings: tuple[Any, ...],
+        make_layout: Callable[[Sequence[Tensor], tuple[Any, ...]], NormLayout],
+        backend: str | None,
+    ) -> Tensor:
+        """The global 2-norm of the gradients of the last refresh.
+
+        Args:
+            settings: what the layout depends on beside the parameters; other ones make a new layout.
+            make_layout: of the parameters and these settings.
+            backend: of the local sums.
+        """
+        if self._norm_layout is None or self._norm_layout.settings != settings:
+            self._norm_layout = make_layout(self._params, settings)
         are_checked = all(bucket.regular for bucket in self._buckets)
         return self._norm_layout.norm(self._local_grads, are_checked=are_checked, backend=backend)
 
@@ -160,6 +182,7 @@ class UpdatePlan:
 
     def _build(self, grads: Sequence[Tensor | None], local_grads: Sequence[Tensor | None]) -> list[Bucket]:
         members: dict[Any, list[int]] = {}
+        self.shadows = []
         seen: dict[int, int] = {}  # a parameter listed twice is stepped twice, as in torch: one launch after another
         for index, (entry, grad) in enumerate(zip(self.entries, grads, strict=True)):
             if grad is None:
@@ -168,7 +191,11 @@ class UpdatePlan:
             master = entry.state[entry.master_key].dtype if entry.master_key else None
             amsgrad = "max_exp_avg_sq" in entry.state
             seen[id(param)] = occurrence = seen.get(id(param), -1) + 1
-            dtypes = (param.dtype, grad.dtype, master)
+            shadow = shadow_of(self._locals[index])
+            if shadow is not None:
+                self.shadows.append((param, shadow))
+            grad_dtype = local_grads[index].dtype  # type: ignore[union-attr]
+            dtypes = (param.dtype, grad_dtype, master, shadow and shadow.values.dtype)
             key = (entry.group_index, occurrence, param.device, *dtypes, amsgrad, entry.steps.device)
             members.setdefault(key, []).append(index)
         return [self._bucket(indices, local_grads) for indices in members.values()]
@@ -190,6 +217,7 @@ class UpdatePlan:
             masters=[local_tensor(entry.state[entry.master_key]) for entry in entries if entry.master_key],
             steps=entries[0].steps,
             step_index=torch.tensor([entry.step_position for entry in entries], dtype=torch.int64),
+            shadows=[shadow.values for i in indices if (shadow := shadow_of(self._locals[i])) is not None],
         )
         lists = (bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.masters)
         grads = [local_grads[i] for i in indices]
@@ -202,7 +230,7 @@ def _formats(params: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device]]
 
 
 def _local_or_none(grad: Tensor | None) -> Tensor | None:
-    return None if grad is None else local_tensor(grad)
+    return None if grad is None else local_gradient(grad)
 
 
 def _check_match(label: str, param: Tensor, grad: Tensor) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor
 from .. import ops
 from ..ops import _registry
 from ..plan import Bucket, UpdatePlan
-from . import checkpoint
+from . import attachers, checkpoint, clipping
 from .options import check_group, check_max_grad_norm, state_dtype_name
-from .state import fp32_copy, is_fsdp1, join_master
+from .state import fp32_copy, join_master
 from .tracking import Tracker
 
 if TYPE_CHECKING:
@@ -51,10 +51,12 @@ class FusedShardedAdam(torch.optim.Optimizer):
             ``"fp32"``: that storage for low-precision parameters.
         state_dtype: of the moments: ``torch.float32``.
         max_grad_norm: clip the global gradient norm (as ``torch.nn.utils.clip_grad_norm_``) inside the step. ``.grad``
-            stays as it is. None: no clipping.
-        process_group: the group that FSDP1 shards over, for ``max_grad_norm``; None: the default group for FSDP1
-            parameters, which is wrong for HYBRID_SHARD and NO_SHARD: FSDP1 does not tell, so give it there. DTensors
-            know their own. Other parameters are taken to be whole on every rank.
+            stays as it is. None: no clipping. :func:`shardops.share_grad_norm` makes one norm of several optimizers'.
+        process_group: for ``max_grad_norm``. Over FSDP1 parameters: the group that they are sharded over (all others
+            count once); None: the default group, which is wrong for HYBRID_SHARD and NO_SHARD: FSDP1 does not tell, so
+            give it there. Without any: the group whose ranks hold different parameters (pipeline stages, experts) or
+            different parts of plain ones, as ``group`` of :func:`shardops.grad_norm`; None: plain parameters are whole
+            on every rank, and DTensors know their own groups.
         backend: of the kernels: ``"cpp"``, ``"triton"``, ``"reference"``; None: the best available one. A name never
             falls back.
 
@@ -120,11 +122,15 @@ class FusedShardedAdam(torch.optim.Optimizer):
         for device in dict.fromkeys(p.device for group in self.param_groups for p in group["params"]):
             if device.type != "meta":
                 _registry.resolve("sharded_adam", device.type, backend)  # a missing backend is an error now, not later
+        attachers.attach(self)
 
     # ---- construction and copies -------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
         self._tracker = Tracker()
+        # Where an integration knows it: the group that an FSDP1 parameter is sharded over, None for a whole one.
+        self._shard_group_of: clipping.GroupOf | None = None
+        self._shared_norm: clipping.SharedNorm | None = None
         self.last_grad_norm: Tensor | None = None
         self.last_found_inf: Tensor | None = None
         self._skipped: Tensor | None = None
@@ -149,6 +155,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         copy = self.__class__.__new__(self.__class__)
         copy.__setstate__(self.__getstate__())
         copy.process_group, copy._tracker.versions = self.process_group, self._tracker.versions
+        copy._shard_group_of = self._shard_group_of
         return copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -215,6 +222,14 @@ class FusedShardedAdam(torch.optim.Optimizer):
             f"a parameter of shape {tuple(param.shape)} is not one of this optimizer's; pass one it was built with"
         )
 
+    def refresh_masters(self) -> None:
+        """Makes the master weights, and what is kept beside fp32 parameters for gathers, what the parameters are now.
+
+        Needed only after writes that move no version counter: through ``.data``, and by torch's ``_foreach`` functions
+        on DTensors outside of an optimizer's step. All others are noticed.
+        """
+        self._tracker.refresh_all(self)
+
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -248,10 +263,13 @@ class FusedShardedAdam(torch.optim.Optimizer):
         coefficient = None
         if self.max_grad_norm is not None:
             coefficient = self._clip_coefficient(plan, grad_scale)
+            if found_inf is not None and self._shared_norm is not None:  # another's gradients reach us through the norm
+                found_inf = found_inf + (~self.last_grad_norm.isfinite()).to(found_inf)  # type: ignore[union-attr]
         for bucket in buckets:
             self._launch(bucket, coefficient, grad_scale, found_inf)
         self._tracker.record_writes(
-            [entry.param for entry, grad in zip(plan.entries, grads, strict=True) if grad is not None]
+            [entry.param for entry, grad in zip(plan.entries, grads, strict=True) if grad is not None],
+            may_be_skipped=found_inf is not None,
         )
         self._count_skipped(found_inf)
         return loss
@@ -273,7 +291,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
     def _clip_coefficient(self, plan: UpdatePlan, grad_scale: Tensor | None) -> Tensor:
         """The factor for gradients, as a device scalar: ``clamp(max_grad_norm / (norm + 1e-6), max=1)`` as in torch."""
         assert self.max_grad_norm is not None
-        norm = plan.grad_norm(checkpoint.plain_group(self), is_fsdp1, self.backend)
+        norm = clipping.grad_norm(self, plan, is_scaled=grad_scale is not None)
         if grad_scale is not None:
             norm = norm / grad_scale.to(norm.device).reshape(())
         self.last_grad_norm = norm

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from .state import (
     split_master,
     zeros_like,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("shardops")
 
@@ -216,13 +213,3 @@ def exported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                 kept = {name: value for name, value in state.items() if name != "remainder"}
                 state_dict["state"][key] = {**kept, "master_param": master}
     return state_dict
-
-
-def plain_group(optimizer: Any) -> ProcessGroup | None:
-    """The group over which non-DTensor parameters are sharded: FSDP1's, or None when they are whole."""
-    if optimizer.process_group is not None:
-        group: ProcessGroup = optimizer.process_group
-        return group
-    if any(is_fsdp1(param) for group in optimizer.param_groups for param in group["params"]):
-        return torch.distributed.group.WORLD
-    return None

@@ -89,6 +89,16 @@ def refresh_master(param: Tensor, state: State) -> None:
         state["master_param"].copy_(param.detach())
 
 
+def refresh_master_if(is_written: Tensor, param: Tensor, state: State) -> None:
+    """:func:`refresh_master` where the bool scalar on the parameter's device is true, without a sync."""
+    if "remainder" in state:
+        remainder = local_tensor(state["remainder"])
+        remainder.copy_(torch.where(is_written, torch.zeros_like(remainder), remainder))
+    elif "master_param" in state:
+        master = local_tensor(state["master_param"])
+        master.copy_(torch.where(is_written, local_tensor(param.detach()).float(), master))
+
+
 def adopt_master(param: Tensor, state: State) -> None:
     """Keeps a loaded fp32 master where it rounds to the parameter; elsewhere other weights were loaded, and count."""
     if "master_param" not in state:

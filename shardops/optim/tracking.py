@@ -6,15 +6,27 @@ step over many small parameters is mostly host time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..collectives import local_tensor
 from ..plan import Bucket, Entry, StalePlanError, UpdatePlan
-from . import checkpoint
-from .state import StepCounters, adopt_master, create_state, master_key, master_storage, refresh_master
+from ..shadow import Versions, shadow_of, versions
+from . import attachers, checkpoint
+from .state import (
+    StepCounters,
+    adopt_master,
+    create_state,
+    master_key,
+    master_storage,
+    refresh_master,
+    refresh_master_if,
+)
+from .writers import fingerprint, follow_other_optimizers
 
 try:
     from .._host import same_items
@@ -28,14 +40,6 @@ except ImportError:  # built without a compiler
         )
 
 
-Versions = tuple[int, int]
-
-
-def versions(param: Tensor) -> Versions:
-    """Counts of in-place writes: an operation on a DTensor moves its own count, not its local tensor's."""
-    return param._version, getattr(param, "_local_tensor", param)._version
-
-
 class Tracker:
     """One optimizer's plan, step counters and knowledge of who wrote its parameters last.
 
@@ -46,6 +50,8 @@ class Tracker:
 
     def __init__(self) -> None:
         self.versions: dict[int, Versions] = {}
+        # Position -> fingerprints of the parameter and its master when a state dict exposed them.
+        self._exposed: dict[int, tuple[Tensor, Tensor]] = {}
         self._counters = StepCounters()
         self._plan: UpdatePlan | None = None
         # What the plan was made of.
@@ -53,6 +59,7 @@ class Tracker:
         self._params: list[Tensor] = []  # all of them
         self._without_state: list[Tensor] = []
         self._positions: list[int] = []  # of the plan's entries among the parameters
+        self._with_master: dict[int, list[tuple[Entry, int]]] = {}  # by id of the parameter
         self._states: list[dict[str, Any]] = []
         self._state_items: list[dict[str, Any]] = []
         self._all_states: list[Any] = []
@@ -119,11 +126,17 @@ class Tracker:
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._params = [param for _, param in params]
         self._positions = [position for *_, position in kept]
+        self._with_master = {}
+        for entry, position in zip(entries, self._positions, strict=True):
+            if entry.master_key is not None:
+                self._with_master.setdefault(id(entry.param), []).append((entry, position))
         self._states = [entry.state for entry in entries]
         self._state_items = [dict(state) for state in self._states]
         self._all_states = list(optimizer.state.values())
         self._device_steps = use_device_steps
-        return UpdatePlan(entries)
+        if any(hasattr(param, "_local_tensor") for param in self._params):
+            follow_other_optimizers()
+        return UpdatePlan(entries, before_build=lambda: attachers.attach(optimizer))
 
     def _is_current(self, optimizer: Any, use_device_steps: bool) -> bool:
         """All but casts and moves of parameters, which the plan itself finds when it looks at the gradients."""
@@ -145,37 +158,79 @@ class Tracker:
         if self._plan is not None:
             if self._plan.is_stale():
                 self._plan = self._make(optimizer, self._device_steps)
-            self.refresh_masters(adopt_loaded=False)
+            self.refresh_masters(before_step=False)
 
-    def refresh_masters(self, adopt_loaded: bool = True) -> None:
+    @torch.no_grad()
+    def refresh_all(self, optimizer: Any) -> None:
+        """Takes all parameters for written by somebody else."""
+        for entry in self.plan(optimizer, self._device_steps).entries:
+            refresh_master(entry.param, entry.state)
+        self._exposed.clear()
+        for param in self._params:
+            shadow = shadow_of(getattr(param, "_local_tensor", param))
+            if shadow is not None:
+                shadow.written = None
+
+    def refresh_masters(self, before_step: bool = True) -> None:
         """Masters of parameters that somebody else wrote since our last step follow the parameter.
 
         A parameter without recorded versions was just loaded together with its state: the two belong together, except
-        for elements of an fp32 master that do not round to the parameter's. Only a step tells (``adopt_loaded``):
-        before it, weights may still be loaded.
+        for elements of an fp32 master that do not round to the parameter's. Only a step tells (``before_step``): until
+        then weights may still be loaded, in place too.
         """
         assert self._plan is not None
         for entry, position in zip(self._plan.entries, self._positions, strict=True):
             if entry.master_key is None:
                 continue
             written = self.versions.get(position)
+            exposed = self._exposed.pop(position, None)
             if written is None:
-                if adopt_loaded:
+                if before_step:
                     adopt_master(entry.param, entry.state)
             elif written != versions(entry.param):
                 refresh_master(entry.param, entry.state)
+            elif exposed is not None:
+                # Written together, they were loaded together, and belong together.
+                param, master = ((now != then).any() for now, then in zip(_fingerprints(entry), exposed, strict=True))
+                refresh_master_if(param & ~master, entry.param, entry.state)
+                if not before_step:
+                    self._exposed[position] = _fingerprints(entry)
 
-    def record_writes(self, updated: list[Tensor]) -> None:
-        """After a step that wrote these parameters behind autograd's back.
+    def expose(self, params: Iterable[Tensor]) -> None:
+        """Before these parameters (DTensors) are handed out in a state dict, through which they can be written unseen.
+
+        Whether they have been is found out when their masters are next needed.
+        """
+        for param in params if self._plan is not None else ():
+            for entry, position in self._with_master.get(id(param), ()):
+                if position not in self._exposed:
+                    self._exposed[position] = _fingerprints(entry)
+
+    def record_writes(self, updated: list[Tensor], may_be_skipped: bool) -> None:
+        """After a step that wrote these parameters, and their shadows, behind autograd's back.
 
         Bumping their version counters makes autograd's "modified by an inplace operation" errors work, as well as our
         own detection of other writers.
+
+        Args:
+            updated: the parameters that had a gradient.
+            may_be_skipped: the kernel may have found gradients that are not finite and written nothing. What was not
+                equal to its parameter before is then not known to be now.
         """
         assert self._plan is not None
+        written = [pair for pair in self._plan.shadows if not may_be_skipped or pair[1].is_current(pair[0])]
         torch.autograd.graph.increment_version(updated)
+        for param, shadow in written:
+            shadow.written = versions(param)
         for entry, position in zip(self._plan.entries, self._positions, strict=True):
             if entry.master_key is not None:
                 self.versions[position] = versions(entry.param)
+
+
+def _fingerprints(entry: Entry) -> tuple[Tensor, Tensor]:
+    """Of a parameter and of its master or remainder."""
+    assert entry.master_key is not None
+    return fingerprint(local_tensor(entry.param.detach())), fingerprint(local_tensor(entry.state[entry.master_key]))
 
 
 def _wants_state(optimizer: Any, param: Tensor) -> bool:
