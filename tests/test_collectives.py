@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,7 @@ def test_all_gather_cast(tmp_path: Path, world_size: int) -> None:
 # ---- grad_norm -------------------------------------------------------------------------------------------------------
 
 
-def exact_norm(tensors: list[Tensor], norm_type: float) -> float:
+def exact_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> float:
     """With an exact sum: squares of float32 numbers are exact in float64, and fsum rounds once."""
     flat = torch.cat([t.reshape(-1).double() for t in tensors]).abs()
     if norm_type == math.inf:

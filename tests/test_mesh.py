@@ -25,6 +25,8 @@ from distributed import (
     whole,
 )
 from reference import assert_bits_equal, ulps
+from test_clipping import reductions
+from test_collectives import exact_norm
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -38,14 +40,6 @@ from shardops import FusedShardedAdamW
 
 def make(tensors: list[nn.Parameter]) -> torch.optim.Optimizer:
     return FusedShardedAdamW(tensors, lr=1e-2)
-
-
-def exact_norm(tensors: list[Tensor], norm_type: float = 2.0) -> float:
-    """With an exact sum: squares of float32 numbers are exact in float64, and fsum rounds once."""
-    flat = torch.cat([t.reshape(-1).double() for t in tensors]).abs()
-    if norm_type == math.inf:
-        return float(flat.max())
-    return math.fsum(flat.tolist()) if norm_type == 1.0 else math.sqrt(math.fsum(flat.square().tolist()))
 
 
 # ---- HSDP ------------------------------------------------------------------------------------------------------------
@@ -68,7 +62,9 @@ def hsdp_step(mesh: DeviceMesh, dtype: torch.dtype) -> None:
         for param, grad in zip(params, exact_values(UNEVEN, seed=step, dtype=dtype), strict=True):
             param.grad = distribute_tensor(grad, mesh, param.placements, src_data_rank=None)
         mirror.step()
-        optimizer.step()
+        with reductions() as seen:
+            optimizer.step()
+        assert seen == [2]  # over the shards of one replica
         assert_bits_equal(optimizer.last_grad_norm, mirror.optimizer.last_grad_norm, "norm")
         assert optimizer.last_grad_norm > 2.0
     mirror.compare(optimizer)
@@ -145,7 +141,9 @@ def tp_step(mesh: DeviceMesh, dtype: torch.dtype) -> None:
             param.grad = sharded.detach()  # a gradient is sharded as its parameter
             assert_bits_equal(whole(param.grad), grad, "the gathered gradient")
         mirror.step()
-        optimizer.step()
+        with reductions() as seen:
+            optimizer.step()
+        assert seen == [4]
         assert_bits_equal(optimizer.last_grad_norm, mirror.optimizer.last_grad_norm, "norm")
         assert_ranks_agree({"norm": optimizer.last_grad_norm})
     mirror.compare(optimizer)
