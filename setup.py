@@ -76,6 +76,7 @@ def op_library_objects(torch_include: list[str]) -> list[Compile]:
     isas = X86_FLAGS if is_x86() else {"isa_default": []}
     objects = [
         Compile(CSRC / "ops.cpp", tuple(torch_include)),
+        Compile(CSRC / "sharded_adam_op.cpp", tuple(torch_include)),
         Compile(CSRC / "cpu" / "dispatch.cpp", ()),
         Compile(CSRC / "cpu" / "capability.cpp", ()),
     ]

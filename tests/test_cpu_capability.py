@@ -31,6 +31,10 @@ def casts(backend: str) -> Iterator[Tensor]:
             tensors = [unaligned(awkward(numel, numel, source)) for numel in NUMELS]
             yield ops.cast_gather(tensors, target, backend=backend)
             yield ops.flatten_shard(tensors, 3, dtype=target, scale=0.3, backend=backend)
+    # Results of 16 MiB and more are written past the caches.
+    for source, target in ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float32, torch.float16)):
+        large = unaligned(awkward(4097, 0, source).repeat(2100))
+        yield ops.flatten_shard([large], 3, dtype=target, backend=backend)
 
 
 def norms(backend: str) -> Iterator[Tensor]:

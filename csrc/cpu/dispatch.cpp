@@ -5,7 +5,7 @@
 #define SHARDOPS_DECLARE(isa)                                                                    \
   namespace isa {                                                                                \
   void sharded_adam(const AdamFormat&, const AdamTensor&, const AdamScalars&, int64_t, int64_t); \
-  void cast_copy(void*, Dtype, const void*, Dtype, int64_t, const float*);                       \
+  void cast_copy(void*, Dtype, const void*, Dtype, int64_t, const float*, bool);                 \
   double norm_block(const void*, Dtype, int64_t, Norm);                                          \
   }
 #define SHARDOPS_TABLE(isa) \

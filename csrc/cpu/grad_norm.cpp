@@ -10,10 +10,19 @@ namespace shardops {
 namespace SHARDOPS_ISA {
 namespace {
 
-// Lanes whose sums stay in registers while their rows are walked. As a vector type, since the compiler keeps an array
-// of them in memory.
-typedef float LaneGroup __attribute__((vector_size(128)));
-constexpr int64_t kGroup = sizeof(LaneGroup) / sizeof(float);
+// The lanes of one register. A type of several registers' width, or an array of these, would live in memory.
+#if defined(__AVX512F__)
+constexpr int64_t kVectorBytes = 64;
+#elif defined(__AVX__)
+constexpr int64_t kVectorBytes = 32;
+#else
+constexpr int64_t kVectorBytes = 16;
+#endif
+typedef float Vector __attribute__((vector_size(kVectorBytes)));
+typedef int32_t Words __attribute__((vector_size(kVectorBytes)));
+constexpr int64_t kWidth = kVectorBytes / sizeof(float);
+constexpr int64_t kLine = 64;  // of a cache
+static_assert(kNormLanes % (4 * kWidth) == 0, "lanes are walked four registers at a time");
 
 template <typename T>
 void decode(float* __restrict tile, const T* __restrict source, int64_t numel, int64_t rows) {
@@ -21,35 +30,75 @@ void decode(float* __restrict tile, const T* __restrict source, int64_t numel, i
   for (int64_t i = numel; i < rows * kNormLanes; ++i) tile[i] = 0.0f;
 }
 
-uint32_t max_magnitude(const float* __restrict tile, int64_t rows) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < rows * kNormLanes; ++i) {
-    const uint32_t magnitude = float_to_bits(tile[i]) & 0x7FFFFFFFu;
-    largest = magnitude > largest ? magnitude : largest;
-  }
-  return largest;
+inline void raise_to(Words& largest, const float* source) {
+  Words bits;
+  std::memcpy(&bits, source, sizeof(bits));
+  bits &= 0x7FFFFFFF;
+  largest = bits > largest ? bits : largest;
 }
 
-// Each lane's sum over its rows, and the rounding errors made on the way (Kahan).
+// The largest magnitude's bits, which are in the order of the magnitudes, NaN above all. Four registers at a time.
+uint32_t max_magnitude(const float* __restrict tile, int64_t rows) {
+  Words a = {}, b = {}, c = {}, d = {};
+  for (int64_t i = 0; i < rows * kNormLanes; i += 4 * kWidth) {
+    raise_to(a, tile + i);
+    raise_to(b, tile + i + kWidth);
+    raise_to(c, tile + i + 2 * kWidth);
+    raise_to(d, tile + i + 3 * kWidth);
+  }
+  a = a > b ? a : b;
+  c = c > d ? c : d;
+  a = a > c ? a : c;
+  int32_t largest = 0;
+  for (int64_t i = 0; i < kWidth; ++i) largest = a[i] > largest ? a[i] : largest;
+  return static_cast<uint32_t>(largest);
+}
+
+// The running sums of one register's lanes, and what their rounding added too much (Kahan).
 template <bool kSquare>
-void sum_lanes(const float* __restrict tile, int64_t rows, float scale, float* __restrict sums,
-               float* __restrict errors) {
-  for (int64_t group = 0; group < kNormLanes; group += kGroup) {
-    LaneGroup sum = {};
-    LaneGroup compensation = {};
-    for (int64_t row = 0; row < rows; ++row) {
-      LaneGroup value;
-      std::memcpy(&value, tile + row * kNormLanes + group, sizeof(value));
-      value *= scale;
-      const LaneGroup term = kSquare ? value * value : (value < 0.0f ? -value : value);
-      const LaneGroup corrected = term - compensation;
-      const LaneGroup raised = sum + corrected;
-      compensation = (raised - sum) - corrected;
-      sum = raised;
+struct LaneSums {
+  Vector sum = {};
+  Vector compensation = {};
+
+  inline void add(const float* source, float scale) {
+    Vector value;
+    std::memcpy(&value, source, sizeof(value));
+    value *= scale;
+    const Vector term = kSquare ? value * value : (value < 0.0f ? -value : value);
+    const Vector corrected = term - compensation;
+    const Vector raised = sum + corrected;
+    compensation = (raised - sum) - corrected;
+    sum = raised;
+  }
+
+  inline void store(float* sums, float* errors) const {
+    const Vector error = -compensation;
+    std::memcpy(sums, &sum, sizeof(sum));
+    std::memcpy(errors, &error, sizeof(error));
+  }
+};
+
+// Each lane's sum over its rows, and the rounding errors made on the way. Four registers at a time: each addition
+// waits for the one before it, so that a single chain would leave the adders idle. Meanwhile the next block, which lies
+// `ahead`, comes to the second cache: the sums alone do not keep memory busy (30 M elements: 8.6 ms and 6.1 ms).
+template <bool kSquare>
+void sum_lanes(const float* __restrict tile, int64_t rows, float scale, const char* ahead, int64_t ahead_nbytes,
+               float* __restrict sums, float* __restrict errors) {
+  const int64_t stride = ahead_nbytes / (kNormBlock / (4 * kWidth));
+  for (int64_t lane = 0; lane < kNormLanes; lane += 4 * kWidth) {
+    LaneSums<kSquare> a, b, c, d;
+    for (int64_t row = 0; row < rows; ++row, ahead += stride) {
+      for (int64_t i = 0; i < stride; i += kLine) __builtin_prefetch(ahead + i, 0, 2);
+      const float* source = tile + row * kNormLanes + lane;
+      a.add(source, scale);
+      b.add(source + kWidth, scale);
+      c.add(source + 2 * kWidth, scale);
+      d.add(source + 3 * kWidth, scale);
     }
-    compensation = -compensation;
-    std::memcpy(sums + group, &sum, sizeof(sum));
-    std::memcpy(errors + group, &compensation, sizeof(compensation));
+    a.store(sums + lane, errors + lane);
+    b.store(sums + lane + kWidth, errors + lane + kWidth);
+    c.store(sums + lane + 2 * kWidth, errors + lane + 2 * kWidth);
+    d.store(sums + lane + 3 * kWidth, errors + lane + 3 * kWidth);
   }
 }
 
@@ -105,10 +154,12 @@ double norm_block(const void* values, Dtype dtype, int64_t numel, Norm norm) {
   const float scale = bits_to_float(static_cast<uint32_t>(254 - exponent) << 23);
   alignas(64) float sums[kNormLanes];
   alignas(64) float errors[kNormLanes];
+  const int64_t nbytes = kNormBlock * dtype_nbytes(dtype);
+  const char* ahead = static_cast<const char*>(values) + nbytes;
   if (norm == Norm::kTwo) {
-    sum_lanes<true>(tile, rows, scale, sums, errors);
+    sum_lanes<true>(tile, rows, scale, ahead, nbytes, sums, errors);
   } else {
-    sum_lanes<false>(tile, rows, scale, sums, errors);
+    sum_lanes<false>(tile, rows, scale, ahead, nbytes, sums, errors);
   }
   sum_tree(sums, errors);
   const double total = static_cast<double>(sums[0]) + static_cast<double>(errors[0]);

@@ -13,7 +13,8 @@ namespace SHARDOPS_ISA {
 
 void sharded_adam(const AdamFormat& format, const AdamTensor& tensor, const AdamScalars& scalars, int64_t begin,
                   int64_t end);
-void cast_copy(void* destination, Dtype to, const void* source, Dtype from, int64_t numel, const float* scale);
+void cast_copy(void* destination, Dtype to, const void* source, Dtype from, int64_t numel, const float* scale,
+               bool stream);
 double norm_block(const void* values, Dtype dtype, int64_t numel, Norm norm);
 
 }  // namespace SHARDOPS_ISA

@@ -51,8 +51,9 @@ struct CpuKernels {
   // Elements [begin, end) of one tensor.
   void (*sharded_adam)(const AdamFormat& format, const AdamTensor& tensor, const AdamScalars& scalars, int64_t begin,
                        int64_t end);
-  // destination[i] = cast(source[i] * scale); scale null: no multiplication.
-  void (*cast_copy)(void* destination, Dtype to, const void* source, Dtype from, int64_t numel, const float* scale);
+  // destination[i] = cast(source[i] * scale); scale null: no multiplication. stream: write past the caches.
+  void (*cast_copy)(void* destination, Dtype to, const void* source, Dtype from, int64_t numel, const float* scale,
+                    bool stream);
   // The norm's contribution of one block of numel <= kNormBlock elements (reference/grad_norm.py).
   double (*norm_block)(const void* values, Dtype dtype, int64_t numel, Norm norm);
 };

@@ -33,6 +33,11 @@ _library.define(
     _fake,
     _registry.deferred("unflatten_shard", lambda buffer, *_: buffer.device),
 )
+# The C++ library's copies, if ``geometry_hash([buffer, *tensors])`` is ``geometry``: whether it is, and all was copied.
+# One call where the hash and the copy would be two, each of which costs as much as the copy of a small tensor.
+_library.define_host(
+    "copy_as_planned(Tensor(a!) buffer, Tensor(b!)[] tensors, Tensor segments, int geometry, bool into_buffer) -> bool"
+)
 
 
 def _build(
