@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .collectives import NormLayout, local_tensor
 from .gradients import local_gradient, scale_fp32
+from .ops._checks import FLOAT_DTYPES
 from .ops.grad_norm import check_norm_type
 from .optim import FusedShardedAdam
 from .optim.clipping import SharedNorm
@@ -74,9 +75,13 @@ def clip_grad_norm_(
         [param if grad is None else grad for param, grad in zip(parameters, all_grads, strict=True)],
         [] if group is None else [group],
     )
-    norm = layout.norm(
-        [None if grad is None else local_gradient(grad) for grad in all_grads], norm_type, backend=backend
-    )
+    read = [None if grad is None else local_gradient(grad) for grad in all_grads]
+    are_fit = all(
+        grad.layout == torch.strided and grad.dtype in FLOAT_DTYPES and grad.is_contiguous()
+        for grad in read
+        if grad is not None
+    )  # else the op orders them first, or says which is not
+    norm = layout.norm(read, norm_type, are_checked=are_fit, backend=backend)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the norm of order {norm_type} of all gradients together is {float(norm)}, by which they cannot be "
@@ -84,8 +89,8 @@ def clip_grad_norm_(
         )
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        by_kind.setdefault((grad.device, grad.dtype), []).append(local_tensor(grad))
+    for grad in map(local_tensor, grads):
+        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, _), tensors in by_kind.items():
         torch._foreach_mul_(tensors, coefficient.to(device))
     # A DTensor's own count of writes does not move with its local tensor's.

@@ -46,12 +46,14 @@ def accumulate_fp32(grad: Any, added: Tensor) -> None:
         rounded.copy_(exact)
 
 
-@torch.no_grad()
 def local_gradient(grad: Any) -> Tensor:
     """The local tensor that a step reads: that of ``.grad``, or its fp32 values where there are some."""
     values: Tensor | None = getattr(grad, ATTRIBUTE, None)
-    if values is None:
-        return local_tensor(grad)
+    return local_tensor(grad) if values is None else _reconciled(grad, values)
+
+
+@torch.no_grad()
+def _reconciled(grad: Any, values: Tensor) -> Tensor:
     for rounded, exact in _chunks(grad._local_tensor, values):
         exact.copy_(torch.where(rounded == exact.to(rounded.dtype), exact, rounded.float()))
     return values

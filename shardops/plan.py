@@ -134,6 +134,12 @@ class UpdatePlan:
             bucket.grads = [local_grads[i] for i in bucket.members]  # type: ignore[misc]
         return self._buckets
 
+    def release_grads(self) -> None:
+        """Lets go of the gradients of the last refresh: whoever clears them after the step wants their memory back."""
+        self._local_grads = []
+        for bucket in self._buckets:
+            bucket.grads = []
+
     def grad_norm(
         self,
         settings: tuple[Any, ...],

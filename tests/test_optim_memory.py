@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -41,3 +43,17 @@ def test_the_count_sees_a_temporary() -> None:
     allocated(optimizer)
     copied = allocated(optimizer)
     assert 300 * 1000 * 4 <= copied <= 1.05 * 300 * 1000 * 4
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_gradients_are_let_go(max_grad_norm: float | None) -> None:
+    """Cleared after the step, they are gone, and their memory is free for the next backward's."""
+    params = [torch.nn.Parameter(torch.randn(3, 4)) for _ in range(3)]
+    optimizer = shardops.FusedShardedAdamW(params, max_grad_norm=max_grad_norm)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        held = [weakref.ref(param.grad) for param in params]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [grad() for grad in held] == [None] * 3

@@ -271,6 +271,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
             [entry.param for entry, grad in zip(plan.entries, grads, strict=True) if grad is not None],
             may_be_skipped=found_inf is not None,
         )
+        plan.release_grads()
         self._count_skipped(found_inf)
         return loss
 
