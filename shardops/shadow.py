@@ -55,7 +55,6 @@ class Shadow:
         else:
             self._aliases.append((weakref.ref(alias), alias._version))
 
-    @torch.no_grad()
     def refresh(self, param: Any, is_training: bool = True) -> None:
         """Rounds the parameter (a DTensor) to nearest even again if somebody else has written it.
 
@@ -65,7 +64,8 @@ class Shadow:
         """
         if is_training and self.is_current(param):
             return
-        self.values.copy_(param._local_tensor)
+        with torch.no_grad():  # here only: entering it costs more than looking at versions
+            self.values.copy_(param._local_tensor)
         self.written = versions(param) if is_training else None
         alive = [alias for ref, _ in self._aliases if (alias := ref()) is not None]
         self._aliases = [(weakref.ref(alias), alias._version) for alias in alive]

@@ -54,9 +54,12 @@ def backends(device_type: str | None = None) -> dict[str, str]:
     return {name: unavailable_reason(name, device_type) or "available" for name in BACKENDS}
 
 
+# Cached with None too: finding the best backend asks the file system, each step and each launch.
 @functools.cache
-def _resolve(primitive: str, device_type: str, backend: str) -> Callable[..., Any]:
+def _resolve(primitive: str, device_type: str, backend: str | None) -> Callable[..., Any]:
     check_backend(backend)
+    if backend is None:
+        backend = default_backend(device_type)
     reason = unavailable_reason(backend, device_type)
     if reason is not None:
         others = [name for name in BACKENDS if unavailable_reason(name, device_type) is None]
@@ -80,11 +83,11 @@ def resolve(primitive: str, device_type: str, backend: str | None = None) -> Cal
         ValueError: the name is unknown.
         RuntimeError: the backend cannot run here; the text says why, and what can.
     """
+    named = backend or os.environ.get("SHARDOPS_BACKEND") or None
     if _library.is_traced():
-        named = backend or os.environ.get("SHARDOPS_BACKEND") or None
         check_backend(named)
         return _library.overload(primitive, named)  # type: ignore[no-any-return]
-    return _resolve(primitive, device_type, backend or default_backend(device_type))
+    return _resolve(primitive, device_type, named)
 
 
 def check_backend(backend: str | None) -> None:
@@ -103,7 +106,8 @@ def deferred(primitive: str, device_of: Callable[..., torch.device]) -> Callable
         def run(*args: Any, **kwargs: Any) -> Any:
             # Not resolve(): under a trace that would lead back to the overload that this is.
             device_type = device_of(*args).type
-            return _resolve(primitive, device_type, backend or default_backend(device_type))(*args, **kwargs)
+            named = backend or os.environ.get("SHARDOPS_BACKEND") or None
+            return _resolve(primitive, device_type, named)(*args, **kwargs)
 
         return run
 
