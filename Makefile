@@ -23,7 +23,7 @@ test: setup
 	@$(BIN)/python -c "import xdist" 2>/dev/null && workers="-n $(WORKERS)" || workers=""; set -x; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $$workers -m "not slow" tests
 
-# Exhaustive casts (2^32 values) and tensors past 2^31 elements.
+# Exhaustive casts (2^32 values), tensors past 2^31 elements, and the longer distributed tests on two hosts.
 slow: setup
 	$(BIN)/python -m pytest -m slow tests
 

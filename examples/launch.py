@@ -7,6 +7,7 @@ GPUs. A rank that dies ends the whole run with its error.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -112,6 +113,11 @@ def _run_rank(
     work(World(rank, world_size, device))
     # Not in a `finally`: after an error, leaving the group would wait for ranks that still work.
     dist.destroy_process_group()
+    # Without Python's own shutdown: one of gloo's threads may still be letting go of the last collective's tensors, and
+    # it aborts the process if the interpreter is gone by then.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _make_deterministic() -> None:
