@@ -1,5 +1,6 @@
 """FusedShardedAdam and FusedShardedAdamW: the optimizer, its states and its checkpoints."""
 
-from .adam import FusedShardedAdam, FusedShardedAdamW
+from .adam import FusedShardedAdam
+from .adamw import FusedShardedAdamW
 
 __all__ = ["FusedShardedAdam", "FusedShardedAdamW"]

@@ -1,4 +1,4 @@
-"""FusedShardedAdam and FusedShardedAdamW, drop-ins for torch.optim.Adam and AdamW over plain and sharded parameters.
+"""FusedShardedAdam, a drop-in for torch.optim.Adam over plain and sharded parameters.
 
 The optimizer validates options, keeps states and counts steps; ``plan.py`` makes launches of them.
 """
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..ops import _registry
-from ..plan import Bucket, UpdatePlan
+from ..plan import UpdatePlan
 from . import attachers, checkpoint, clipping
+from .launch import launch
 from .options import check_group, check_max_grad_norm, state_dtype_name
 from .state import fp32_copy, join_master
 from .tracking import Tracker
@@ -266,7 +266,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
             if found_inf is not None and self._shared_norm is not None:  # another's gradients reach us through the norm
                 found_inf = found_inf + (~self.last_grad_norm.isfinite()).to(found_inf)  # type: ignore[union-attr]
         for bucket in buckets:
-            self._launch(bucket, coefficient, grad_scale, found_inf)
+            launch(self, bucket, coefficient, grad_scale, found_inf)
         self._tracker.record_writes(
             [entry.param for entry, grad in zip(plan.entries, grads, strict=True) if grad is not None],
             may_be_skipped=found_inf is not None,
@@ -298,65 +298,6 @@ class FusedShardedAdam(torch.optim.Optimizer):
         self.last_grad_norm = norm
         return torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
 
-    def _launch(
-        self, bucket: Bucket, coefficient: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None
-    ) -> None:
-        group = self.param_groups[bucket.group_index]
-        lr, lr_tensor = group["lr"], None
-        if isinstance(lr, Tensor) and lr.device.type != "cpu":
-            lr_tensor = _beside(lr, bucket)
-            lr = 0.0
-        lr = float(lr)
-        beta1, beta2 = group["betas"]
-        scalars = [_beside(scalar, bucket) for scalar in (coefficient, grad_scale, found_inf)]
-        if bucket.regular:
-            kernel = _registry.resolve("sharded_adam", bucket.device.type, self.backend)
-            kernel(
-                bucket.params,
-                bucket.grads,
-                bucket.exp_avgs,
-                bucket.exp_avg_sqs,
-                bucket.max_exp_avg_sqs,
-                bucket.masters,
-                bucket.shadows,
-                bucket.steps,
-                bucket.step_index,
-                lr,
-                beta1,
-                beta2,
-                group["eps"],
-                group["weight_decay"],
-                group["decoupled_weight_decay"],
-                group["maximize"],
-                lr_tensor,
-                *scalars,
-            )
-            return
-        # Strided parameters or gradients: the op orders them first.
-        clip_coef, grad_scale, found_inf = scalars
-        ops.sharded_adam(
-            bucket.params,
-            bucket.grads,
-            bucket.exp_avgs,
-            bucket.exp_avg_sqs,
-            bucket.steps,
-            lr=lr if lr_tensor is None else lr_tensor,
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            maximize=group["maximize"],
-            max_exp_avg_sqs=bucket.max_exp_avg_sqs,
-            masters=bucket.masters,
-            shadows=bucket.shadows,
-            step_index=bucket.step_index,
-            clip_coef=clip_coef,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-            backend=self.backend,
-        )
-
     def _count_skipped(self, found_inf: Tensor | None) -> None:
         if found_inf is None:
             self.last_found_inf = torch.zeros_like(self.skipped_steps)
@@ -385,55 +326,6 @@ class FusedShardedAdam(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
 
 
-class FusedShardedAdamW(FusedShardedAdam):
-    """AdamW (Loshchilov & Hutter 2019): :class:`FusedShardedAdam` with decoupled weight decay, 1e-2 unless given."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        master_weights: str = "auto",
-        state_dtype: torch.dtype = torch.float32,
-        max_grad_norm: float | None = None,
-        process_group: ProcessGroup | None = None,
-        backend: str | None = None,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=True,
-            master_weights=master_weights,
-            state_dtype=state_dtype,
-            max_grad_norm=max_grad_norm,
-            process_group=process_group,
-            backend=backend,
-        )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:  # as torch's AdamW: it stays decoupled, whatever it loads
-            group["decoupled_weight_decay"] = True
-
-
 def _check_graph_capture(optimizer: Any) -> None:
     """Runs torch's own check that a captured step is capturable, under the name it has in this version."""
     renamed = getattr(optimizer, "_accelerator_graph_capture_health_check", None)
@@ -442,8 +334,3 @@ def _check_graph_capture(optimizer: Any) -> None:
 
 def _is_zero(lr: float | Tensor) -> bool:
     return float(lr) == 0.0 if not isinstance(lr, Tensor) or lr.device.type == "cpu" else False
-
-
-def _beside(scalar: Tensor | None, bucket: Bucket) -> Tensor | None:
-    """A scalar on the bucket's device, without a sync."""
-    return None if scalar is None else scalar.to(bucket.device, non_blocking=True)
