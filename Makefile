@@ -8,7 +8,11 @@ WORKERS ?= 2
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml requirements-dev.txt tools/bootstrap.py
 CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: setup train test lint format sanitize slow bench clean
+# The triton beside torch 2.11, the oldest torch supported, in an environment of its own.
+OLD_TRITON := 3.6
+OLD_VENV := $(VENV)-triton-$(OLD_TRITON)
+
+.PHONY: setup train test lint format sanitize slow bench clean triton-$(OLD_TRITON)
 
 setup: $(VENV)/.ready
 
@@ -26,6 +30,16 @@ test: setup
 # Exhaustive casts (2^32 values), tensors past 2^31 elements, and the longer distributed tests on two hosts.
 slow: setup
 	$(BIN)/python -m pytest -m slow tests
+
+$(OLD_VENV)/.ready: requirements-dev.txt tools/bootstrap.py Makefile
+	$(PYTHON) tools/bootstrap.py --venv $(OLD_VENV) --only torch triton numpy pytest \
+		--override "triton==$(OLD_TRITON).0" "numpy<2.4"
+	@touch $@
+
+# The Triton kernels' tests with it: interpreted, and compiled ahead of time. It wants numpy < 2.4.
+triton-$(OLD_TRITON): setup $(OLD_VENV)/.ready
+	$(OLD_VENV)/bin/python -c "import triton; print('triton', triton.__version__)"
+	OMP_NUM_THREADS=1 $(OLD_VENV)/bin/python -m pytest tests/test_triton.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 Where the interpreter that runs this has torch >= 2.11 already (a GPU machine, perhaps without a network), the
 environment sees it and no other torch is fetched; other packages that cannot be had are named and done without.
+With ``--only`` it sets up a second environment, for tests with other versions: the source tree is used as it is.
 """
 
 from __future__ import annotations
@@ -70,8 +71,11 @@ def install(python: str, wanted: list[str]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these packages, and shardops not installed")
+    parser.add_argument("--override", nargs="+", default=[], metavar="REQUIREMENT", help="instead of what is pinned")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where the environment lies (default: .venv)")
-    directory = parser.parse_args().venv.resolve()
+    arguments = parser.parse_args()
+    directory = arguments.venv.resolve()
     python = str(directory / "bin" / "python")
 
     present = torch_version(sys.executable)
@@ -83,18 +87,24 @@ def main() -> int:
     wanted = requirements()
     if use_present:
         wanted = [line for line in wanted if name_of(line) not in WITH_TORCH]
+    if arguments.only:
+        wanted = [line for line in wanted if name_of(line) in arguments.only]
+    overridden = {name_of(line) for line in arguments.override}
+    wanted = [line for line in wanted if name_of(line) not in overridden] + arguments.override
     absent = missing(python, wanted)
     if absent and not install(python, absent):
         print("not all could be installed together; trying one by one", file=sys.stderr)
         failed = [line for line in absent if not install(python, [line])]
-        # Another version than the pinned one serves as well, if it is there.
-        lost = [line for line in failed if missing(python, [name_of(line)])]
+        # Another version than the pinned one serves as well, if it is there; not in place of one asked for by name.
+        lost = [line for line in failed if name_of(line) in overridden or missing(python, [name_of(line)])]
         if failed:
             print(f"not installed: {', '.join(failed)}; going on without these versions", file=sys.stderr)
-        if any(name_of(line) in NEEDED for line in lost):
+        if any(name_of(line) in NEEDED | overridden for line in lost):
             print(f"cannot go on without {', '.join(lost)}", file=sys.stderr)
             return 1
 
+    if arguments.only:
+        return 0
     build = ["-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps", "--editable", str(ROOT)]
     return subprocess.run([python, *build], env={**os.environ, "PIP_NO_INDEX": "1"}).returncode
 
