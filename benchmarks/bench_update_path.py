@@ -30,7 +30,7 @@ ELEMENTS = 30_000_000  # of a rank
 RANKS = (2, 4)
 REPEATS = 9
 DEADLINE = 1800.0
-# At most these shares of stock's time: the design's targets.
+# At most these shares of stock's time: what each path is to stay below.
 TARGETS = {parts.SHADOW: 0.75, parts.ELIDED: 0.65}
 # Bytes that a step may move for each parameter beside its elements: counters, norms, and scalars made of them.
 SLACK = 64

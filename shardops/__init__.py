@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from . import backends as _backends  # noqa: F401  (imported first: the function below takes the package's name)
-from . import ops
+from . import fsdp, ops
+from .casting import cast_model
 from .clipping import clip_grad_norm_, share_grad_norm
 from .collectives import all_gather_cast, grad_norm
-from .integrations import fsdp
 from .ops._registry import backends
 from .optim import FusedShardedAdam, FusedShardedAdamW
 
@@ -16,6 +16,7 @@ __all__ = [
     "FusedShardedAdamW",
     "all_gather_cast",
     "backends",
+    "cast_model",
     "clip_grad_norm_",
     "fsdp",
     "grad_norm",

@@ -40,7 +40,8 @@ def clip_grad_norm_(
     coefficient to bfloat16 or float16 if all gradients are of that dtype.)
 
     Args:
-        parameters: whose ``.grad`` is clipped, plain or DTensors; those without one take part in the collectives.
+        parameters: whose ``.grad`` is clipped, plain or DTensors; those without one take part in the collectives. For
+            none at all the norm is 0; an empty generator warns, it may have been read before.
         max_norm: largest norm that is left as it is.
         norm_type: 1, 2 or inf.
         error_if_nonfinite: raise if the norm is NaN or inf. It costs a host sync, as in torch.
@@ -106,7 +107,7 @@ def share_grad_norm(optimizers: Sequence[FusedShardedAdam]) -> SharedNorm:
     that steps again, or whose gradients are not those that the norm was taken of, takes it anew; so all ranks step
     their optimizers in the same order, and whoever changes gradients between two steps does it on all ranks. Gradients
     of optimizers without ``max_grad_norm`` count, but are not clipped. The norm covers what the optimizers' parameters
-    are when it is taken.
+    are when it is taken. ``last_grad_norm`` of those that do not clip stays as it is.
 
     Under a GradScaler, unscale the gradients of all the optimizers before the first step, or of none. If the norm is
     not finite, all that clip by it skip their step, not only the one whose gradients were not.
@@ -115,7 +116,7 @@ def share_grad_norm(optimizers: Sequence[FusedShardedAdam]) -> SharedNorm:
         optimizers: at least one; each clips by its own ``max_grad_norm``. A copy of one does not share.
 
     Returns:
-        A handle: ``remove()`` makes each clip by its own norm again.
+        A handle: ``remove()``, or the end of a ``with`` block, makes each clip by its own norm again.
 
     Raises:
         TypeError: not a FusedShardedAdam.
@@ -127,7 +128,7 @@ def share_grad_norm(optimizers: Sequence[FusedShardedAdam]) -> SharedNorm:
     for index, optimizer in enumerate(optimizers):
         if not isinstance(optimizer, FusedShardedAdam):
             raise TypeError(
-                f"optimizers[{index}] is a {type(optimizer).__name__}; a norm is shared by FusedShardedAdam(W): "
+                f"optimizers[{index}] is of type {type(optimizer).__name__}; a norm is shared by FusedShardedAdam(W): "
                 "if it wraps one, pass that, as wrapper.optimizer"
             )
         if any(optimizer is other for other in optimizers[:index]):

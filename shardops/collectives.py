@@ -41,7 +41,7 @@ def all_gather_cast(
     """Casts this rank's shards into one buffer and gathers all ranks' buffers in one collective.
 
     Args:
-        shards: float32, bfloat16 or float16, any shapes, at least one; every rank passes the same shapes.
+        shards: local tensors, float32, bfloat16 or float16, any shapes, at least one; all ranks pass the same shapes.
         dtype: of the gathered values, rounded to nearest even.
         group: process group; None: the default one.
         async_op: do not wait; the views are valid after ``work.wait()``.
@@ -51,7 +51,7 @@ def all_gather_cast(
         For each shard a view ``[world_size, *shard.shape]`` of one buffer; with ``async_op``, that list and the work.
 
     Raises:
-        ValueError, TypeError: as :func:`shardops.ops.cast_gather`.
+        ValueError, TypeError, RuntimeError: as :func:`shardops.ops.cast_gather`; no process group.
     """
     gather_input = ops.cast_gather(shards, dtype, backend=backend)
     world_size = dist.get_world_size(group)
@@ -71,7 +71,7 @@ def all_gather_cast(
 
 
 def grad_norm(
-    grads: Iterable[Tensor],
+    grads: Tensor | Iterable[Tensor],
     *,
     group: ProcessGroup | None = None,
     norm_type: float = 2.0,
@@ -93,14 +93,18 @@ def grad_norm(
         backend: of the local sums.
 
     Returns:
-        float32 scalar on the first gradient's device; 0 for none. NaN or inf if an element is.
+        float32 scalar on the first gradient's device; for none 0, on the CPU or the group's device. NaN or inf if an
+        element is.
 
     Raises:
         ValueError: another norm_type, a gradient that is a pending sum (``Partial``), a group without this rank.
         TypeError: a gradient that is not a dense tensor of float32, bfloat16 or float16.
     """
     norm_type = check_norm_type(norm_type)
-    grads = list(grads)
+    grads = [grads] if isinstance(grads, Tensor) else list(grads)
+    for index, grad in enumerate(grads):
+        if not isinstance(grad, Tensor):
+            raise TypeError(f"grads[{index}] is {grad!r}; it is a tensor: leave out parameters without a gradient")
     layout = NormLayout(grads, [] if group is None else [group])
     return layout.norm(list(map(local_tensor, grads)), norm_type, backend=backend)
 

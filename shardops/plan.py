@@ -79,7 +79,8 @@ class UpdatePlan:
 
     Args:
         entries: one for each parameter.
-        before_build: called before buckets are built: integrations attach shadows to local tensors that are new.
+        before_build: called before buckets are built for the first time or of new local tensors: integrations attach
+            shadows to these.
     """
 
     def __init__(self, entries: Sequence[Entry], before_build: Callable[[], None] = lambda: None) -> None:
@@ -120,11 +121,14 @@ class UpdatePlan:
             geometry_hash([*params, *(grad for grad in local_grads if grad is not None)]),
         )
         if built_for != self._built_for or built_for[2] is None or not all(map(is_, params, self._locals)):
+            # The first time, after a failure, or on new local tensors; not if only other parameters have gradients.
+            is_unattached = self._built_for is None or not all(map(is_, params, self._locals))
             self._built_for = None
             if self.is_stale():
                 raise StalePlanError
             self._check_grads(grads)
-            self._before_build()
+            if is_unattached:
+                self._before_build()
             self._locals = params
             self._buckets = self._build(grads, local_grads)
             self._norm_layout = None

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import bench_update_path as bench
 from update_path import parts
 
-# Of a step, for each element that is sent: the table of the design.
+# Of a step, for each element that is sent: the table of docs/update_path.md.
 TOTALS = {parts.STOCK: 60, parts.SHADOW: 42, parts.ELIDED: 34, parts.MASTER: 36}
 
 

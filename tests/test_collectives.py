@@ -205,6 +205,9 @@ def norm_refuses() -> None:
         shardops.grad_norm([torch.ones(1)], norm_type=3)
     assert shardops.grad_norm([]) == 0.0
     assert shardops.grad_norm([], group=dist.group.WORLD) == 0.0
+    assert shardops.grad_norm(torch.tensor([3.0, 4.0])) == 5.0
+    with pytest.raises(TypeError, match=r"grads\[1\] is None; .* leave out parameters without a gradient"):
+        shardops.grad_norm([torch.ones(2), None])
 
 
 def norm_all() -> None:

@@ -154,6 +154,8 @@ def shadows_of(model: nn.Module) -> list[weakref.ref[Any]]:
 
 def removal() -> None:
     """Of one of two models' plug-ins, then of the other's: hooks, memory and the op's override go, at once."""
+    gc.collect()  # models of other tests, and with them the override
+    elision.release()
     before = dispatched()
     runs = [Run(ELIDED, net(tied=True, seed=seed)) for seed in (0, 1)]
     plain = Run(SHADOW, net(seed=2))

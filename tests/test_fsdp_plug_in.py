@@ -243,8 +243,10 @@ def unsharded(mode: str) -> Run:
     if mode != STOCK:
         with pytest.raises(ValueError, match=r"unsharded parameter .*reshard\(\)"):
             Run(mode, model)
-        with shardops.fsdp.disabled():
-            late = FusedShardedAdamW(model.parameters())
+        with shardops.fsdp.disabled(), pytest.raises(ValueError, match=r"unsharded parameter .*reshard\(\)"):
+            Run(mode, model)
+        late = FusedShardedAdamW([nn.Parameter(torch.ones(1))])
+        late.param_groups[0]["params"] = list(model.parameters())  # swapped, as trainers do
         with pytest.raises(ValueError, match=r"unsharded parameter .*reshard\(\)"):
             shardops.fsdp.plug_in(model, late)
         assert not any(shadow_of(owner.local) for owner in owners(model))

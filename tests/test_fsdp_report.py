@@ -38,7 +38,7 @@ def assert_stock(run: Run, reason: str, names: set[str] | None = None) -> None:
             assert path in (SHADOW, ELIDED), (name, path, why)
             assert run.mode == SHADOW or path == ELIDED or ("copy-in stays" in why and reason in why), (name, why)
     text = str(shardops.fsdp.plug_in_of(run.optimizer))
-    assert f"stock: {len(names)} parameters" in text
+    assert f"stock: {len(names)} parameter{'' if len(names) == 1 else 's'}, " in text
     assert reason in text
     by_name = dict(run.model.named_parameters())
     for owner in owners(run.model):
@@ -151,7 +151,7 @@ def on_meta(mode: str) -> Run:
 
 def refused() -> None:
     model = net()
-    with pytest.raises(TypeError, match="optimizer is a AdamW; plug_in takes a FusedShardedAdam"):
+    with pytest.raises(TypeError, match="optimizer is of type AdamW; FusedShardedAdam"):
         shardops.fsdp.plug_in(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
     with shardops.fsdp.disabled():
         optimizer = FusedShardedAdamW(net().parameters())
@@ -178,7 +178,7 @@ def text() -> None:
     assert "\n" not in str(report)
     run = Run(SHADOW, Tensors(values([(4, 2)], seed=0)))  # not under FSDP2 at all
     assert str(shardops.fsdp.plug_in_of(run.optimizer)) == (
-        "stock: 1 parameters, 8 elements (parameter 0): not sharded by FSDP"
+        "stock: 1 parameter, 8 elements (parameter 0): not sharded by FSDP"
     )
 
 

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from reference import assert_bits_equal, channels_last, clone_storage, ordinary,
 from torch import Tensor, nn
 
 from shardops import FusedShardedAdam, FusedShardedAdamW
-from shardops.optim import checkpoint
+from shardops.optim import attachers, checkpoint
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -354,3 +355,19 @@ def test_meta_parameters_beside_real_ones_are_skipped() -> None:
     optimizer.step()
     assert list(optimizer.state) == [real]
     assert optimizer.skipped_steps.item() == 0.0
+
+
+def test_integrations_are_asked_about_new_tensors_only() -> None:
+    """Not each time that other parameters have gradients: looking at a whole model takes longer than the step."""
+    params = make_params(((3,), (2,)))
+    optimizer = FusedShardedAdamW(params)
+    with mock.patch.object(attachers, "attach") as attach:
+        for has_grad in ((True, True), (True, False), (False, True), (True, True)):
+            for param, has in zip(params, has_grad, strict=True):
+                param.grad = torch.ones_like(param) if has else None
+            optimizer.step()
+        assert attach.call_count == 1
+        params[0].data = params[0].data.bfloat16()
+        params[0].grad = torch.ones_like(params[0])
+        optimizer.step()
+        assert attach.call_count == 2

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from ..ops import _registry
 from ..plan import UpdatePlan
-from . import attachers, checkpoint, clipping
+from . import attachers, checkpoint, clipping, fp32_state
 from .launch import launch
 from .options import check_group, check_max_grad_norm, state_dtype_name
-from .state import fp32_copy, join_master
 from .tracking import Tracker
 
 if TYPE_CHECKING:
@@ -66,8 +65,9 @@ class FusedShardedAdam(torch.optim.Optimizer):
         skipped_steps: float32 device scalar, steps skipped so far.
 
     Raises:
-        ValueError: an option outside its range.
-        TypeError: a parameter that cannot be stepped (complex, integer, float64, sparse).
+        ValueError: an option outside its range; FSDP2's unsharded parameters, as they are registered after a forward.
+        TypeError: a parameter that cannot be stepped (complex, integer, float64, sparse), an option of another kind.
+        RuntimeError: the named backend cannot run on a parameter's device.
     """
 
     # GradScaler then hands grad_scale and found_inf over instead of syncing; the kernel divides and skips.
@@ -210,14 +210,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             if any(p is param for p in group["params"]):
                 self._tracker.follow_writes(self)
-                state = self.state.get(param, {})
-                if param.dtype == torch.float32:
-                    return param.detach()
-                if "master_param" in state:
-                    master: Tensor = state["master_param"]
-                    return master
-                is_split = "remainder" in state and param.dtype == torch.bfloat16
-                return join_master(param, state["remainder"]) if is_split else fp32_copy(param)
+                return fp32_state.master_of(param, self.state.get(param, {}))
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} is not one of this optimizer's; pass one it was built with"
         )
@@ -225,8 +218,9 @@ class FusedShardedAdam(torch.optim.Optimizer):
     def refresh_masters(self) -> None:
         """Makes the master weights, and what is kept beside fp32 parameters for gathers, what the parameters are now.
 
-        Needed only after writes that move no version counter: through ``.data``, and by torch's ``_foreach`` functions
-        on DTensors outside of an optimizer's step. All others are noticed.
+        Needed after writes that move no version counter: through ``.data``, by torch's ``_foreach`` functions on
+        DTensors outside of an optimizer's step, by collectives and others' kernels (NumPy's too) on local tensors,
+        and, for DTensors that are not FSDP2's, by ``torch.distributed.checkpoint.load`` into ``model.state_dict()``.
         """
         self._tracker.refresh_all(self)
 
@@ -259,19 +253,21 @@ class FusedShardedAdam(torch.optim.Optimizer):
         if isinstance(found_inf, int):  # GradScaler's sum over no gradients at all
             found_inf = torch.full_like(self.skipped_steps, found_inf)
         plan, grads, buckets = self._tracker.buckets(self, use_device_steps=found_inf is not None)
-        self._tracker.refresh_masters()
-        coefficient = None
-        if self.max_grad_norm is not None:
-            coefficient = self._clip_coefficient(plan, grad_scale)
-            if found_inf is not None and self._shared_norm is not None:  # another's gradients reach us through the norm
-                found_inf = found_inf + (~self.last_grad_norm.isfinite()).to(found_inf)  # type: ignore[union-attr]
-        for bucket in buckets:
-            launch(self, bucket, coefficient, grad_scale, found_inf)
-        self._tracker.record_writes(
-            [entry.param for entry, grad in zip(plan.entries, grads, strict=True) if grad is not None],
-            may_be_skipped=found_inf is not None,
-        )
-        plan.release_grads()
+        try:
+            self._tracker.refresh_masters()
+            coefficient = None
+            if self.max_grad_norm is not None:
+                coefficient = self._clip_coefficient(plan, grad_scale)
+                if found_inf is not None and self._shared_norm is not None:  # others' gradients reach us through it
+                    found_inf = found_inf + (~self.last_grad_norm.isfinite()).to(found_inf)  # type: ignore[union-attr]
+            for bucket in buckets:
+                launch(self, bucket, coefficient, grad_scale, found_inf)
+            self._tracker.record_writes(
+                [entry.param for entry, grad in zip(plan.entries, grads, strict=True) if grad is not None],
+                may_be_skipped=found_inf is not None,
+            )
+        finally:
+            plan.release_grads()
         self._count_skipped(found_inf)
         return loss
 
@@ -324,6 +320,48 @@ class FusedShardedAdam(torch.optim.Optimizer):
         """
         with checkpoint.uncast_loading(self):
             super().load_state_dict(state_dict)
+
+    def fp32_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """The model's state dict with the exact fp32 masters of the parameters that this optimizer trains.
+
+        No collective. The keys are those of ``model.state_dict()``, tied weights under all their names.
+
+        Args:
+            model: has all of the optimizer's parameters; of several models, a ``torch.nn.ModuleList``.
+
+        Returns:
+            The masters as detached float32 copies of the parameters' shapes, DTensors of the same mesh and placements
+            for DTensors. All else as ``model.state_dict()`` has it: buffers, and parameters that are frozen or another
+            optimizer's.
+
+        Raises:
+            TypeError: FSDP1 modules, which have state dicts of their own.
+            ValueError: parameters of this optimizer that are not in the model, or on the meta device.
+        """
+        return fp32_state.fp32_state_dict(self, model)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def load_fp32_state_dict(self, model: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Sets parameters and masters from :meth:`fp32_state_dict`'s values, exactly, whatever storage they came from.
+
+        A master becomes the value bit for bit (under ``split32`` any NaN becomes the canonical one), its parameter the
+        value rounded as a step rounds it. Moments and step counters stay; states are made at step 0 where there are
+        none yet. All else goes through ``model.load_state_dict``; a parameter of another optimizer is not touched where
+        it has its value already, so that each of a model's optimizers can load its own.
+
+        Args:
+            model: as for :meth:`fp32_state_dict`.
+            state_dict: float32, bfloat16 or float16 tensors for trained parameters. For a DTensor: a DTensor of the
+                same mesh and placements, or the full tensor, the same on every rank (nothing is sent).
+            strict: the keys must be the model's; False: loads those that are.
+
+        Raises:
+            TypeError: FSDP1 modules; a value that is not a tensor or not of these dtypes.
+            ValueError: missing or unexpected keys, another shape or other placements, a DTensor for a plain tensor,
+                parameters of this optimizer that are not in the model, or on the meta device. Nothing is written when
+                it raises.
+        """
+        fp32_state.load_fp32_state_dict(self, model, state_dict, strict)
 
 
 def _check_graph_capture(optimizer: Any) -> None:

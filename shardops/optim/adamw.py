@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 
 class FusedShardedAdamW(FusedShardedAdam):
-    """AdamW (Loshchilov & Hutter 2019): :class:`FusedShardedAdam` with decoupled weight decay, 1e-2 unless given."""
+    """AdamW (Loshchilov & Hutter 2019): :class:`FusedShardedAdam` with decoupled weight decay, 1e-2 unless given.
+
+    Takes the arguments of ``torch.optim.AdamW``, in its order; the others, attributes and errors are
+    :class:`FusedShardedAdam`'s.
+    """
 
     def __init__(
         self,

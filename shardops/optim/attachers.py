@@ -1,7 +1,7 @@
 """What integrations do to an optimizer's parameters without being asked: they register here, since they lie above.
 
-Called when an optimizer is made, and again before its plan is built anew: parameters may have been swapped, moved or
-materialised since.
+Called when an optimizer is made, and again when its plan is made anew or finds other local tensors: parameters may have
+been swapped, moved or materialised since.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdRef
 
 from ..collectives import NormLayout
 from ..gradients import local_gradient
@@ -74,23 +75,20 @@ def _params(optimizer: Any) -> list[Tensor]:
 
 
 class _Taken:
-    """The gradients of one optimizer as a norm was taken of them; it keeps them alive, so that none is mistaken."""
+    """The gradients of one optimizer as a norm was taken of them. It does not keep them: cleared ones go at once."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._grads = [param.grad for param in _params(optimizer)]
-        self._versions = self._current_versions()
-
-    def _current_versions(self) -> list[Versions | None]:
-        return [None if grad is None else versions(grad) for grad in self._grads]
+        self._grads = _grads_as_they_are(optimizer)
 
     def are_of(self, optimizer: Any) -> bool:
         """Whether they still are the optimizer's gradients, unwritten."""
-        grads = [param.grad for param in _params(optimizer)]
-        return (
-            len(grads) == len(self._grads)
-            and all(map(is_, grads, self._grads))
-            and self._current_versions() == self._versions
-        )
+        # References to tensors that are gone equal no other.
+        return _grads_as_they_are(optimizer) == self._grads
+
+
+def _grads_as_they_are(optimizer: Any) -> list[tuple[WeakIdRef, Versions] | None]:
+    grads = [param.grad for param in _params(optimizer)]
+    return [None if grad is None else (WeakIdRef(grad), versions(grad)) for grad in grads]
 
 
 class SharedNorm:
@@ -120,6 +118,12 @@ class SharedNorm:
         self._unused = {}
         self._norm = self._layout = None
         self._layout_params = []
+
+    def __enter__(self) -> SharedNorm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
     def norm(self, optimizer: Any, is_scaled: bool) -> Tensor:
         """The norm that this optimizer's step clips by.

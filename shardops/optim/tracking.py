@@ -6,6 +6,7 @@ step over many small parameters is mostly host time.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from operator import is_
 from typing import Any
@@ -52,6 +53,10 @@ class Tracker:
         self.versions: dict[int, Versions] = {}
         # Position -> fingerprints of the parameter and its master when a state dict exposed them.
         self._exposed: dict[int, tuple[Tensor, Tensor]] = {}
+        # Position -> what state dicts hold of the parameter: the tensor, one that shares its count of writes and
+        # outlives it until we have looked, and that count when we last did; and the master's own versions then.
+        self._aliases: dict[int, list[tuple[weakref.ref[Tensor], Tensor, int]]] = {}
+        self._masters_then: dict[int, Versions] = {}
         self._counters = StepCounters()
         self._plan: UpdatePlan | None = None
         # What the plan was made of.
@@ -184,6 +189,7 @@ class Tracker:
                 continue
             written = self.versions.get(position)
             exposed = self._exposed.pop(position, None)
+            is_written_late = self._is_written_late(entry, position)
             if written is None:
                 if before_step:
                     adopt_master(entry.param, entry.state)
@@ -195,6 +201,25 @@ class Tracker:
                 refresh_master_if(param & ~master, entry.param, entry.state)
                 if not before_step:
                     self._exposed[position] = _fingerprints(entry)
+            elif is_written_late:
+                refresh_master(entry.param, entry.state)
+            if position in self._aliases:
+                self._masters_then[position] = versions(entry.state[entry.master_key])
+
+    def _is_written_late(self, entry: Entry, position: int) -> bool:
+        """Whether what a state dict holds was written since we last looked, and the master was not, together with it.
+
+        Fingerprints tell until the first step after the state dict was made, counts of writes from then on.
+        """
+        followed = self._aliases.pop(position, None)
+        if followed is None:
+            return False
+        assert entry.master_key is not None
+        is_written = any(counted._version != count for _, counted, count in followed)
+        alive = [(alias, counted, counted._version) for alias, counted, _ in followed if alias() is not None]
+        if alive:
+            self._aliases[position] = alive
+        return is_written and versions(entry.state[entry.master_key]) == self._masters_then.get(position)
 
     def expose(self, params: Iterable[Tensor]) -> None:
         """Before these parameters (DTensors) are handed out in a state dict, through which they can be written unseen.
@@ -205,6 +230,14 @@ class Tracker:
             for entry, position in self._with_master.get(id(param), ()):
                 if position not in self._exposed:
                     self._exposed[position] = _fingerprints(entry)
+
+    def follow(self, param: Tensor, alias: Tensor) -> None:
+        """Has writes into the local tensor of an exposed parameter's state dict noticed after the next step too."""
+        if self._plan is None or alias.is_inference():  # the latter counts no writes
+            return
+        for _, position in self._with_master.get(id(param), ()):
+            counted = alias.detach()  # shares the count
+            self._aliases.setdefault(position, []).append((weakref.ref(alias), counted, counted._version))
 
     def record_writes(self, updated: list[Tensor], may_be_skipped: bool) -> None:
         """After a step that wrote these parameters, and their shadows, behind autograd's back.
@@ -225,6 +258,8 @@ class Tracker:
         for entry, position in zip(self._plan.entries, self._positions, strict=True):
             if entry.master_key is not None:
                 self.versions[position] = versions(entry.param)
+                if position in self._aliases:
+                    self._masters_then[position] = versions(entry.state[entry.master_key])
 
 
 def _fingerprints(entry: Entry) -> tuple[Tensor, Tensor]:

@@ -44,11 +44,14 @@ class PlugIn:
         self._elide_copy_in = False
         self._fp32_gradients = False
         self._gradients: list[GroupGradients] = []
+        weakref.finalize(optimizer, fp32_gradients.release_all, self._gradients)
         self._exposures = Exposures(optimizer)
         self._is_removed = False
 
     def __str__(self) -> str:
         return table(self.attachments)
+
+    __repr__ = __str__
 
     def attached(self) -> list[Attachment]:
         """Those whose all-gathers send a shadow."""
@@ -60,17 +63,20 @@ class PlugIn:
         Needed in training mode, after writes that move no version counter: through ``.data``, by ``torch._foreach``
         functions on DTensors, by collectives and others' kernels on local tensors. All ranks that write, call.
         """
-        for members in _groups_of(self._params()):
+        for members in torch_fsdp.groups_with(self._params().values()):
             for owner in members:
                 shadow = shadow_of(owner.local)
                 if shadow is not None:
                     shadow.written = None
 
     def remove(self) -> None:
-        """Gives FSDP its own gathers back, and attaches nothing for this optimizer again; ``plug_in`` does."""
+        """Gives FSDP its own gathers back, and attaches nothing for this optimizer again; ``plug_in`` does.
+
+        ``attachments`` is empty afterwards.
+        """
         self._is_removed = True
         params = self._params()
-        for members in _groups_of(params):
+        for members in torch_fsdp.groups_with(params.values()):
             for owner in members:
                 if id(owner.param) in params or (not owner.param.requires_grad and elision.is_of_a_buffer(owner.local)):
                     hooks.detach(owner.fsdp_param)
@@ -85,8 +91,8 @@ class PlugIn:
 
     def _release_gradients(self) -> None:
         for gradients in self._gradients:
-            gradients.remove()
-        self._gradients = []
+            gradients.release(self._optimizer())
+        self._gradients.clear()
 
     # ---- attaching ---------------------------------------------------------------------------------------------------
 
@@ -107,7 +113,7 @@ class PlugIn:
         attachments = {}
         if not (self._fp32_gradients and all(found.is_in_place() for found in self._gradients)):
             self._release_gradients()
-        for members in _groups_of(params):
+        for members in torch_fsdp.groups_with(params.values()):
             for member, (path, why) in zip(members, self._look_at_group(members, params), strict=True):
                 if id(member.param) in params or path == ELIDED:
                     name = names.get(id(member.param), member.label)
@@ -121,7 +127,7 @@ class PlugIn:
     def follow_state_dicts(self) -> None:
         """Has the optimizer know of state dicts, whether or not anything is attached: masters may be exposed too."""
         params = self._params()
-        self._exposures.follow([owner for members in _groups_of(params) for owner in members])
+        self._exposures.follow([owner for members in torch_fsdp.groups_with(params.values()) for owner in members])
 
     def _look_at_group(self, members: Sequence[Owner], params: dict[int, Any]) -> list[tuple[str, str]]:
         if elision.is_elided(members):  # by an optimizer before this one, it may be
@@ -153,16 +159,8 @@ class PlugIn:
         if why is not None:
             return MASTER, why
         if not any(found.is_of(members) for found in self._gradients):
-            self._gradients.append(GroupGradients(members))
+            self._gradients.append(fp32_gradients.gradients_of(members, self._optimizer()))
         return MASTER_FP32, ""
-
-
-def _groups_of(params: dict[int, Any]) -> list[list[Owner]]:
-    """The FSDP groups that hold some of the parameters, each with all its members, in the order of their gathers."""
-    by_group: dict[int, list[Owner]] = {}
-    for owner in torch_fsdp.owners():
-        by_group.setdefault(id(owner.group), []).append(owner)
-    return [members for members in by_group.values() if any(id(member.param) in params for member in members)]
 
 
 def _shadow(owner: Owner) -> Shadow:
@@ -205,6 +203,8 @@ def _not_of_fsdp2(param: Any) -> tuple[str, str]:
 
 
 def _check_sharded(params: dict[int, Any]) -> None:
+    if all(hasattr(param, "_local_tensor") for param in params.values()):
+        return  # sharded ones, as they should be
     for owner in torch_fsdp.owners():
         unsharded = getattr(owner.fsdp_param, "_unsharded_param", None)
         if unsharded is not None and id(unsharded) in params:
@@ -224,7 +224,11 @@ _disabled = 0
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Within it no optimizer attaches anything by itself: gathers stay torch's, to compare with or to save memory."""
+    """Within it no optimizer attaches anything by itself, so that one can compare with torch's own gathers.
+
+    What is attached already stays, and :func:`plug_in` attaches all the same. An optimizer made within it attaches once
+    its plan is made anew outside; ``plug_in_of(optimizer).remove()`` keeps it from that for good.
+    """
     global _disabled
     _disabled += 1
     try:
@@ -234,10 +238,23 @@ def disabled() -> Iterator[None]:
 
 
 def plug_in_of(optimizer: FusedShardedAdam) -> PlugIn:
-    """What an optimizer has attached, by itself or by :func:`plug_in`."""
+    """What an optimizer has attached, by itself or by :func:`plug_in`; changes nothing.
+
+    Raises:
+        TypeError: the optimizer is not a FusedShardedAdam.
+    """
+    _check_optimizer(optimizer)
     if optimizer not in _plug_ins:
         _plug_ins[optimizer] = PlugIn(optimizer)
     return _plug_ins[optimizer]
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, FusedShardedAdam):
+        raise TypeError(
+            f"optimizer is of type {type(optimizer).__name__}; FusedShardedAdam and FusedShardedAdamW plug into FSDP: "
+            "if it wraps one, pass that, as wrapper.optimizer"
+        )
 
 
 def attach_by_itself(optimizer: FusedShardedAdam) -> None:
@@ -246,7 +263,9 @@ def attach_by_itself(optimizer: FusedShardedAdam) -> None:
         return
     plugged = plug_in_of(optimizer)
     plugged.follow_state_dicts()
-    if not _disabled and not plugged._is_removed:
+    if _disabled or plugged._is_removed:
+        _check_sharded(plugged._params())
+    else:
         had = len(plugged.attached())
         plugged.look()
         if len(plugged.attached()) > had:
@@ -261,6 +280,9 @@ def plug_in(
     Shadows (path A) are attached without this call too, when the optimizer is made or at its next step; it is for the
     report and for what has to be asked for. Under FSDP1 it tells the optimizer which group each parameter is sharded
     over, so that ``max_grad_norm`` is right under HYBRID_SHARD and NO_SHARD as well.
+
+    Each call states the whole wish: an option that it does not name is off from then on. To look only, use
+    :func:`plug_in_of`.
 
     Args:
         model: its root module, sharded already.
@@ -280,11 +302,7 @@ def plug_in(
         TypeError: the optimizer is not a FusedShardedAdam.
         ValueError: the optimizer holds none of the model's parameters, or unsharded ones; nothing is attached then.
     """
-    if not isinstance(optimizer, FusedShardedAdam):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; plug_in takes a FusedShardedAdam or FusedShardedAdamW, "
-            "unwrapped"
-        )
+    _check_optimizer(optimizer)
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     theirs = {id(param) for param in model.parameters()} | {id(owner.param) for owner in torch_fsdp.owners(model)}
     if held.isdisjoint(theirs):

@@ -55,13 +55,15 @@ def _exposed(name: str, found: weakref.ref[Any], optimizers: weakref.ref[FusedSh
             return
         local = fsdp_param._sharded_local_tensor
         shadow = shadow_of(local)
+        alias = getattr(state_dict.get(prefix + name), "_local_tensor", None)
         if shadow is not None:
-            alias = getattr(state_dict.get(prefix + name), "_local_tensor", None)
             if alias is None:
                 shadow.written = None
             elif alias is not local:  # as with keep_vars=True
                 shadow.follow(alias)
         if optimizer is not None:
             optimizer._tracker.expose([fsdp_param.sharded_param])
+            if alias is not None and alias is not local:
+                optimizer._tracker.follow(fsdp_param.sharded_param, alias)
 
     return exposed

@@ -7,6 +7,7 @@ each parameter's post-accumulate-grad hook runs when ``.grad`` is a rounded view
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,14 +20,16 @@ from .torch_fsdp import Owner
 
 
 class GroupGradients:
-    """The hooks of one FSDP group.
+    """The hooks of one FSDP group, for all optimizers that step its parameters by fp32 gradients.
 
     Attributes:
         members: the group's parameters, in its order.
+        users: these optimizers.
     """
 
     def __init__(self, members: Sequence[Owner]) -> None:
         self.members = list(members)
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._group = members[0].group
         self._theirs: Callable[[Tensor], None] | None = self._group._all_reduce_hook
         self._hook = self._all_reduced
@@ -54,6 +57,13 @@ class GroupGradients:
             and all(handle.id in found for handle, found in zip(self._handles, trainable, strict=True))
         )
 
+    def release(self, user: Any = None) -> None:
+        """Takes the hooks away if no optimizer but this one uses them."""
+        if user is not None:
+            self.users.discard(user)
+        if not list(self.users):  # a length would count those that are just going
+            self.remove()
+
     def remove(self) -> None:
         """Takes the hooks away; a hook of the user's is put back."""
         if self._group._all_reduce_hook is self._hook:
@@ -79,12 +89,34 @@ class GroupGradients:
             self._offset += fsdp_param.padded_sharded_param_size.numel()
             if self._offset == reduced.numel():
                 self._reduced = None  # all handed out
+            if grad is None:  # a hook before ours has stepped by it and cleared it
+                return
             if hasattr(grad, ATTRIBUTE):
                 accumulate_fp32(grad, values)
             elif grad._local_tensor._version == 0:  # else an earlier backward's, from before we were plugged in
                 attach_fp32(grad, values)
 
         return hook
+
+
+def gradients_of(members: Sequence[Owner], user: Any) -> GroupGradients:
+    """The hooks of a group, hung there for an optimizer unless another one has them there already.
+
+    Two sets of hooks would take one gradient for two.
+    """
+    found = getattr(members[0].group._all_reduce_hook, "__self__", None)
+    if not isinstance(found, GroupGradients) or not found.is_in_place():
+        if isinstance(found, GroupGradients):  # some of the parameters were replaced since
+            found.remove()
+        found = GroupGradients(members)
+    found.users.add(user)
+    return found
+
+
+def release_all(gradients: Sequence[GroupGradients]) -> None:
+    """When an optimizer that used these has gone."""
+    for each in gradients:
+        each.release()
 
 
 def why_not(owner: Owner) -> str | None:

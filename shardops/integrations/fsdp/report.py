@@ -53,5 +53,6 @@ def table(attachments: Iterable[Attachment]) -> str:
         names = ", ".join(member.name for member in members[:3]) + (", ..." if len(members) > 3 else "")
         elements = sum(member.numel for member in members)
         reason = f": {why}" if why else ""
-        texts.append(f"{path}: {len(members)} parameters, {elements:,} elements ({names}){reason}")
+        counts = f"{len(members)} parameter{'s'[: len(members) != 1]}, {elements:,} element{'s'[: elements != 1]}"
+        texts.append(f"{path}: {counts} ({names}){reason}")
     return "\n".join(texts)

@@ -10,7 +10,8 @@ Nothing here imports torch's FSDP unless it is loaded already: before that there
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,48 @@ def owners(model: nn.Module | None = None) -> Iterator[Owner]:
         for group in groups_of(state):
             for fsdp_param in group.fsdp_params:
                 yield Owner(fsdp_param, group, state)
+
+
+# Id of a sharded parameter -> its owner, by weak references, and the owner's place among all; as of the last walk.
+_known: dict[int, tuple[weakref.ref[Any], weakref.ref[Any], weakref.ref[Any], int]] = {}
+
+
+def _walk() -> None:
+    _known.clear()
+    for place, owner in enumerate(owners()):
+        _known[id(owner.param)] = (*map(weakref.ref, (owner.fsdp_param, owner.group, owner.state)), place)  # type: ignore[assignment]
+
+
+def _owner_of(param: Any) -> tuple[Owner, int] | None:
+    known = _known.get(id(param))
+    if known is None:
+        return None
+    fsdp_param, group, state = (reference() for reference in known[:3])
+    if fsdp_param is None or group is None or state is None or fsdp_param.sharded_param is not param:
+        return None
+    return Owner(fsdp_param, group, state), known[3]
+
+
+def groups_with(params: Iterable[Any]) -> list[list[Owner]]:
+    """The FSDP groups that hold some of these parameters, each with all its members, in the order of their gathers.
+
+    Modules are walked only where a DTensor is not known from before: a program may have an optimizer a parameter.
+    """
+    found: dict[int, tuple[int, Owner]] = {}
+    is_walked = not is_loaded()
+    for param in params:
+        owner = _owner_of(param)
+        if owner is None and not is_walked and hasattr(param, "_local_tensor"):
+            _walk()
+            is_walked = True
+            owner = _owner_of(param)
+        if owner is not None:
+            place = min(owner[1], found.get(id(owner[0].group), owner[::-1])[0])
+            found[id(owner[0].group)] = (place, owner[0])
+    return [
+        [Owner(fsdp_param, owner.group, owner.state) for fsdp_param in owner.group.fsdp_params]
+        for _, owner in sorted(found.values(), key=lambda item: item[0])
+    ]
 
 
 def why_stock(owner: Owner) -> str | None:
