@@ -24,9 +24,8 @@ ATTRIBUTE = "_shardops_fp32_gradient"
 _CHUNK = 1 << 18
 
 
-@torch.no_grad()
 def attach_fp32(grad: Any, values: Tensor) -> None:
-    """Hangs fp32 values on the ``.grad`` that was rounded from them, and takes no more of them than that."""
+    """Hangs fp32 values, of the local gradient's shape, on the ``.grad`` that was rounded from them."""
     setattr(grad, ATTRIBUTE, values)
 
 

@@ -23,6 +23,13 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder of this run of the tests that the workers of pytest-xdist have in common, so that one does for all."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if hasattr(request.config, "workerinput") else base
+
+
 @pytest.fixture
 def dtensor() -> Iterator[torch.Tensor]:
     """Four ones as a DTensor over a world of one."""

@@ -77,14 +77,11 @@ class Jobs:
 
 
 @pytest.fixture(scope="session")
-def jobs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Jobs:
-    base = tmp_path_factory.getbasetemp()
-    if hasattr(request.config, "workerinput"):
-        base = base.parent  # shared by the workers of pytest-xdist, of which one runs the jobs
-    done = base / "hosts"
+def jobs(shared_folder: Path) -> Jobs:
+    done = shared_folder / "hosts"
     with FileLock(f"{done}.lock"):
         if not done.exists():
-            folder = base / f"hosts-{uuid.uuid4().hex}"
+            folder = shared_folder / f"hosts-{uuid.uuid4().hex}"
             (folder / "saved").mkdir(parents=True)
             with hosts_or_skip() as hosts:
                 ended = {

@@ -40,12 +40,9 @@ def train(*arguments: str | Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def runs(shared_folder: Path) -> Path:
     """A folder with the runs `whole`, `interrupted` (then resumed), and `resharded` (2 -> 1 rank)."""
-    base = tmp_path_factory.getbasetemp()
-    if hasattr(request.config, "workerinput"):
-        base = base.parent  # shared by the workers of pytest-xdist, of which one makes the runs
-    folder = base / "train_fsdp"
+    folder = shared_folder / "train_fsdp"
     with FileLock(f"{folder}.lock"):
         if not (folder / "done").exists():
             saved = folder / "saved"

@@ -101,7 +101,7 @@ class PlugIn:
         groups = [] if optimizer is None else optimizer.param_groups
         return {id(param): param for group in groups for param in group["params"]}
 
-    def look(self, model: nn.Module | None = None) -> None:
+    def _look(self, model: nn.Module | None = None) -> None:
         """Attaches what can be attached now.
 
         Raises:
@@ -124,7 +124,7 @@ class PlugIn:
                 attachments[id(param)] = Attachment(name, tuple(param.shape), *_not_of_fsdp2(param))
         self.attachments = list(attachments.values())
 
-    def follow_state_dicts(self) -> None:
+    def _follow_state_dicts(self) -> None:
         """Has the optimizer know of state dicts, whether or not anything is attached: masters may be exposed too."""
         params = self._params()
         self._exposures.follow([owner for members in torch_fsdp.groups_with(params.values()) for owner in members])
@@ -262,12 +262,12 @@ def attach_by_itself(optimizer: FusedShardedAdam) -> None:
     if not torch_fsdp.is_loaded():
         return
     plugged = plug_in_of(optimizer)
-    plugged.follow_state_dicts()
+    plugged._follow_state_dicts()
     if _disabled or plugged._is_removed:
         _check_sharded(plugged._params())
     else:
         had = len(plugged.attached())
-        plugged.look()
+        plugged._look()
         if len(plugged.attached()) > had:
             logger.info("attached to FSDP2's all-gathers:\n%s", plugged)
 
@@ -315,7 +315,7 @@ def plug_in(
     if plugged._elide_copy_in and not elide_copy_in:
         plugged.remove()  # the shadows' places are given up; new ones follow
     plugged._elide_copy_in, plugged._fp32_gradients, plugged._is_removed = elide_copy_in, fp32_gradients, False
-    plugged.look(model)
+    plugged._look(model)
     if any(map(is_fsdp1, plugged._params().values())):
         optimizer._shard_group_of = fsdp1.shard_group_of(model)
     optimizer._tracker.forget_plan()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from ...ops import _checks, _geometry, _library, _registry
 from ...ops.flatten_shard import buffer_layout
+from .overrides import override
 
 _OPS = ("chunk_cat", "split_with_sizes_copy")
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
@@ -194,15 +194,10 @@ class FusedCopies:
         # Defines the ops that are overridden. Not at the top: a long import, which nobody else needs.
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives as stock
 
-        library: Any = torch.library.Library("fsdp", "IMPL")  # type: ignore[no-untyped-call]
-        self._library = library
-        with warnings.catch_warnings():
-            # torch warns of the first override in a process; this one was asked for.
-            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-            for device_type, chosen in self.backends.items():
-                copies, key = _DeviceCopies(device_type, chosen, stock, self.calls), _DISPATCH_KEYS[device_type]
-                for op in _OPS:
-                    library.impl(op, getattr(copies, op), key, allow_override=True)
+        copies = {device: _DeviceCopies(device, chosen, stock, self.calls) for device, chosen in self.backends.items()}
+        self._library = override(
+            {(op, _DISPATCH_KEYS[device]): getattr(of, op) for device, of in copies.items() for op in _OPS}
+        )
         _live.append(self)
 
     def remove(self) -> None:

@@ -7,7 +7,6 @@ whose memory is freed while the gather still reads it. One override serves the p
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ...shadow import Shadow, shadow_of
 from . import hooks
+from .overrides import override
 from .torch_fsdp import Owner
 
 _DEVICES = ("CPU", "CUDA")
@@ -103,11 +103,7 @@ def _all_gather_copy_in(
 def _install() -> None:
     global _library
     if _library is None:
-        _library = torch.library.Library("fsdp", "IMPL")  # type: ignore[no-untyped-call]
-        with warnings.catch_warnings():  # "Overriding a previously registered kernel": that is what we are here for
-            warnings.simplefilter("ignore", UserWarning)
-            for device in _DEVICES:
-                _library.impl("all_gather_copy_in", _all_gather_copy_in, device, allow_override=True)
+        _library = override({("all_gather_copy_in", device): _all_gather_copy_in for device in _DEVICES})
 
 
 def release() -> None:
