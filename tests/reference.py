@@ -21,7 +21,7 @@ from shardops import ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Linux; the second lacks a name before Python 3.13
-_INT_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------
 
@@ -163,6 +163,7 @@ class AdamLists:
     max_exp_avg_sqs: list[Tensor] = field(default_factory=list)
     masters: list[Tensor] = field(default_factory=list)
     shadows: list[Tensor] = field(default_factory=list)
+    block_words: list[Tensor] = field(default_factory=list)
     steps: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
@@ -195,6 +196,7 @@ class AdamLists:
             max_exp_avg_sqs=self.max_exp_avg_sqs,
             masters=self.masters,
             shadows=self.shadows,
+            block_words=self.block_words,
             backend=backend,
             **options,
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from adam_modes import MASTERS, MOMENTS, dither_table, mode_lists
 from reference import DTYPES, adam_lists, awkward, bits, ordinary, unaligned
 from torch import Tensor
 
@@ -57,6 +58,13 @@ def updates(backend: str) -> Iterator[Tensor]:
                 lists.update(backend, lr=1e-2, weight_decay=0.1, decoupled_weight_decay=amsgrad)
                 lists.update(backend, lr=1e-2, grad_scale=torch.tensor(3.0), clip_coef=torch.tensor(0.3), beta1=0.4)
                 yield from (tensor for _, tensor in lists.named())
+    for seed, (moments, master) in enumerate((moments, master) for moments in MOMENTS for master in MASTERS):
+        for values in (None, awkward):
+            kinds = {"grad_dtype": DTYPES[seed % 3], "shadow_dtype": DTYPES[(seed + 1) % 3], "values": values}
+            lists = mode_lists([(2, 129), (3, 64), (519,)], seed, moments, master, **kinds).mapped(unaligned)
+            for step in range(2):
+                lists.update(backend, lr=1e-2, dither=dither_table(lists, step), rounding=master.rounding)
+            yield from (tensor for _, tensor in lists.named())
 
 
 BATTERY: dict[str, Callable[[str], Iterator[Tensor]]] = {

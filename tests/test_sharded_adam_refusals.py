@@ -62,10 +62,10 @@ REFUSALS: list[tuple[Callable[[AdamLists, dict[str, Any]], None], type[Exception
     (replaced("shadows", torch.ones(7).bfloat16()), ValueError, r"shadows\[1\] has shape \(7,\)"),
     (replaced("grads", torch.ones(2, 3).half()), ValueError, "grads has dtypes torch.float16, torch.float32; make one"),
     (replaced("params", torch.ones(2, 3).half()), ValueError, "params has dtypes torch.float16, torch.float32"),
-    (bf16_moments, ValueError, "exp_avg_sqs have dtype torch.bfloat16; moments are float32"),
+    (bf16_moments, ValueError, "exp_avgs have dtype torch.float32, exp_avg_sqs torch.bfloat16; moments are both"),
     (bf16_without_masters, ValueError, "params have dtype torch.bfloat16 and masters is empty"),
     (remainders_of_fp32, ValueError, "masters have dtype torch.bfloat16 under params of torch.float32"),
-    (fp16_masters, ValueError, "masters have dtype torch.float16 under params of torch.float16"),
+    (fp16_masters, TypeError, r"masters\[0\] has dtype torch.float16; float32, bfloat16 and int8 are supported"),
     (replaced("params", 3.0), TypeError, r"params\[1\] is a float; ops take torch tensors"),
     (replaced("grads", None), TypeError, r"grads\[1\] is a NoneType; ops take torch tensors"),
     (replaced("grads", torch.ones(2, 3).to_sparse()), TypeError, r"grads\[1\] has layout torch.sparse_coo"),
@@ -147,8 +147,8 @@ def raw_arguments() -> list[Any]:
     lists = adam_lists([(6,), (2, 3)], 17, amsgrad=True)
     scalars = [1e-2, 0.9, 0.999, 1e-8, 0.0, False, False, None, None, None, None]
     return [
-        *(lists.params, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, lists.max_exp_avg_sqs, [], []),
-        *(lists.steps, None, *scalars),
+        *(lists.params, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, lists.max_exp_avg_sqs, [], [], []),
+        *(lists.steps, None, None, 0, *scalars),
     ]
 
 
@@ -163,17 +163,17 @@ def raw_arguments() -> list[Any]:
         (0, [torch.ones(6).int(), torch.ones(2, 3).int()], "params has dtype Int; float32, bfloat16 and float16"),
         (0, [torch.ones(6).half(), torch.ones(2, 3).half()], "params of a low-precision dtype need masters"),
         (5, [torch.ones(6).bfloat16(), torch.ones(2, 3).bfloat16()], "masters must be float32, or remainders"),
-        (7, torch.zeros(1), "step_index holds 1, steps has 1 elements"),
-        (7, torch.zeros(2).double(), "steps must be a contiguous float32 tensor"),
-        (8, torch.tensor([0, 7]), "step_index holds 7, steps has 2 elements"),
-        (8, torch.tensor([0, -1]), "step_index holds -1, steps has 2 elements"),
-        (8, torch.tensor([1, 1]), "step_index holds 1 twice"),
-        (8, torch.tensor([0]), "step_index must be a contiguous int64 tensor .* for each of the 2"),
-        (16, torch.ones(2), "lr must be one element on the CPU"),
-        (16, torch.ones(1).half(), "lr must be float32 or float64"),
-        (17, torch.ones(2), "clip_coef must be one float32 on the CPU"),
-        (18, torch.ones(1).double(), "grad_scale must be one float32 on the CPU"),
-        (19, torch.ones(1).int(), "found_inf must be one float32 on the CPU"),
+        (8, torch.zeros(1), "step_index holds 1, steps has 1 elements"),
+        (8, torch.zeros(2).double(), "steps must be a contiguous float32 tensor"),
+        (9, torch.tensor([0, 7]), "step_index holds 7, steps has 2 elements"),
+        (9, torch.tensor([0, -1]), "step_index holds -1, steps has 2 elements"),
+        (9, torch.tensor([1, 1]), "step_index holds 1 twice"),
+        (9, torch.tensor([0]), "step_index must be a contiguous int64 tensor .* for each of the 2"),
+        (19, torch.ones(2), "lr must be one element on the CPU"),
+        (19, torch.ones(1).half(), "lr must be float32 or float64"),
+        (20, torch.ones(2), "clip_coef must be one float32 on the CPU"),
+        (21, torch.ones(1).double(), "grad_scale must be one float32 on the CPU"),
+        (22, torch.ones(1).int(), "found_inf must be one float32 on the CPU"),
     ],
 )
 def test_the_op_itself_refuses_what_it_cannot_run(position: int, value: Any, message: str) -> None:

@@ -15,7 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "sanitize"
 # What reaches the kernels; the optimizer and the process groups above them add nothing that a sanitizer could see.
-TESTS = ["test_flatten_shard.py", "test_cast_gather.py", "test_grad_norm.py", "test_sharded_adam.py"]
+TESTS = [
+    *("test_flatten_shard.py", "test_cast_gather.py", "test_grad_norm.py"),
+    *("test_sharded_adam.py", "test_sharded_adam_modes.py", "test_sharded_adam_modes_refusals.py"),
+]
 
 
 def runtime(name: str) -> str:

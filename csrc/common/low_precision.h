@@ -1,4 +1,4 @@
-// fp32 <-> bf16 and fp16, round to nearest even, written without branches so that plain loops vectorise.
+// fp32 <-> bf16 and fp16, round to nearest even or, to bf16, dithered; without branches so that plain loops vectorise.
 // Denormals are exact and NaN stays NaN; nothing here depends on F16C or AVX512-BF16.
 #pragma once
 
@@ -56,6 +56,27 @@ SHARDOPS_HD void from_float(float value, Fp16& result) {
   half = magnitude >= 0x47800000u ? 0x7C00u : half;
   half = magnitude > 0x7F800000u ? 0x7E00u : half;
   result.bits = static_cast<uint16_t>(half | sign);
+}
+
+// Up to this magnitude a dither of 16 bits cannot make an infinity, and there is no NaN to take care of.
+constexpr uint32_t kLargestPlain = 0x7F7EFFFFu;
+
+// The bits of a value whose magnitude the dither has raised. A finite value stays finite, a NaN becomes 0x7FC00000.
+// kPlain: the magnitude is known to be at most kLargestPlain.
+template <bool kPlain>
+SHARDOPS_HD uint32_t raised_bits(float value, uint32_t dither) {
+  if constexpr (kPlain) return float_to_bits(value) + dither;
+  const uint32_t bits = value != value ? 0x7FC00000u : float_to_bits(value);
+  const uint32_t magnitude = bits & 0x7FFFFFFFu;
+  const uint32_t limit = magnitude < 0x7F800000u ? 0x7F7FFFFFu : magnitude;
+  const uint32_t raised = magnitude + dither;
+  return (raised < limit ? raised : limit) | (bits & 0x80000000u);
+}
+
+// To bf16 by adding the dither, 16 bits, to the magnitude and cutting.
+template <bool kPlain = false>
+SHARDOPS_HD Bf16 round_dithered(float value, uint32_t dither) {
+  return Bf16{static_cast<uint16_t>(raised_bits<kPlain>(value, dither) >> 16)};
 }
 
 }  // namespace shardops

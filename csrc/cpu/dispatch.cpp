@@ -2,11 +2,11 @@
 #include "capability.h"
 #include "kernels.h"
 
-#define SHARDOPS_DECLARE(isa)                                                                    \
-  namespace isa {                                                                                \
-  void sharded_adam(const AdamFormat&, const AdamTensor&, const AdamScalars&, int64_t, int64_t); \
-  void cast_copy(void*, Dtype, const void*, Dtype, int64_t, const float*, bool);                 \
-  double norm_block(const void*, Dtype, int64_t, Norm);                                          \
+#define SHARDOPS_DECLARE(isa)                                                                                   \
+  namespace isa {                                                                                               \
+  void sharded_adam(const AdamFormat&, const AdamTensor&, const AdamScalars&, const Dither&, int64_t, int64_t); \
+  void cast_copy(void*, Dtype, const void*, Dtype, int64_t, const float*, bool);                                \
+  double norm_block(const void*, Dtype, int64_t, Norm);                                                         \
   }
 #define SHARDOPS_TABLE(isa) \
   CpuKernels { isa::sharded_adam, isa::cast_copy, isa::norm_block }

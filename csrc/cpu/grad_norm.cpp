@@ -10,14 +10,7 @@ namespace shardops {
 namespace SHARDOPS_ISA {
 namespace {
 
-// The lanes of one register. A type of several registers' width, or an array of these, would live in memory.
-#if defined(__AVX512F__)
-constexpr int64_t kVectorBytes = 64;
-#elif defined(__AVX__)
-constexpr int64_t kVectorBytes = 32;
-#else
-constexpr int64_t kVectorBytes = 16;
-#endif
+// One register each. A type of several registers' width, or an array of these, would live in memory.
 typedef float Vector __attribute__((vector_size(kVectorBytes)));
 typedef int32_t Words __attribute__((vector_size(kVectorBytes)));
 constexpr int64_t kWidth = kVectorBytes / sizeof(float);

@@ -11,8 +11,17 @@
 namespace shardops {
 namespace SHARDOPS_ISA {
 
-void sharded_adam(const AdamFormat& format, const AdamTensor& tensor, const AdamScalars& scalars, int64_t begin,
-                  int64_t end);
+// Of one register.
+#if defined(__AVX512F__)
+constexpr int64_t kVectorBytes = 64;
+#elif defined(__AVX__)
+constexpr int64_t kVectorBytes = 32;
+#else
+constexpr int64_t kVectorBytes = 16;
+#endif
+
+void sharded_adam(const AdamFormat& format, const AdamTensor& tensor, const AdamScalars& scalars, const Dither& dither,
+                  int64_t begin, int64_t end);
 void cast_copy(void* destination, Dtype to, const void* source, Dtype from, int64_t numel, const float* scale,
                bool stream);
 double norm_block(const void* values, Dtype dtype, int64_t numel, Norm norm);

@@ -5,13 +5,19 @@
 #include <cstdint>
 
 #include "../common/adam_math.h"
+#include "../common/block_quant.h"
+#include "../common/dither.h"
 
 namespace shardops {
 
 enum class Dtype : uint8_t { kFloat32, kBFloat16, kFloat16 };
 
-// Where the fp32 master weight lives: in an fp32 parameter itself, in the parameter and a remainder, or in a tensor.
-enum class Master : uint8_t { kParam, kSplit, kFloat32 };
+// How exp_avg and exp_avg_sq are stored: as numbers, or in 8-bit codes by blocks.
+enum class Moments : uint8_t { kFloat32, kBFloat16, kBlocks };
+
+// Where the fp32 master weight lives: in an fp32 parameter itself, in the parameter and a remainder of 16 or 8 bits, or
+// in a tensor; or nowhere: the parameter is rounded after each step, to nearest even or dithered.
+enum class Master : uint8_t { kParam, kSplit, kSplit24, kFloat32, kNearest, kStochastic };
 
 enum class Norm : uint8_t { kOne, kTwo, kInf };
 
@@ -26,6 +32,7 @@ constexpr int64_t dtype_nbytes(Dtype dtype) { return dtype == Dtype::kFloat32 ? 
 struct AdamFormat {
   Dtype param;
   Dtype grad;
+  Moments moments;
   Master master;
   bool has_shadow;
   Dtype shadow;
@@ -39,18 +46,21 @@ struct AdamFormat {
 struct AdamTensor {
   void* param;
   const void* grad;
-  float* exp_avg;
-  float* exp_avg_sq;
+  void* exp_avg;     // float, bf16, or int8 codes
+  void* exp_avg_sq;  // float, bf16, or uint8 codes
   float* max_exp_avg_sq;
-  void* master;  // int16 remainder or fp32
+  void* master;  // int16 or int8 remainder, or fp32
   void* shadow;  // a low-precision copy of the updated parameter: next all-gather's input
   int64_t numel;
+  BlockWords* block_words;  // one for each block of each row
+  int64_t block_columns;    // elements of a row, which blocks do not cross; at least 1 where there are elements
+  GlobalIndex index;        // of the elements, for the dither
 };
 
 struct CpuKernels {
-  // Elements [begin, end) of one tensor.
-  void (*sharded_adam)(const AdamFormat& format, const AdamTensor& tensor, const AdamScalars& scalars, int64_t begin,
-                       int64_t end);
+  // Elements [begin, end) of one tensor; of one with Moments::kBlocks, blocks [begin, end).
+  void (*sharded_adam)(const AdamFormat& format, const AdamTensor& tensor, const AdamScalars& scalars,
+                       const Dither& dither, int64_t begin, int64_t end);
   // destination[i] = cast(source[i] * scale); scale null: no multiplication. stream: write past the caches.
   void (*cast_copy)(void* destination, Dtype to, const void* source, Dtype from, int64_t numel, const float* scale,
                     bool stream);

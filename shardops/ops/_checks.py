@@ -11,8 +11,13 @@ from torch import Tensor
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_tensors(tensors: Sequence[Any], name: str, device: torch.device | None = None) -> None:
-    """Checks that all are dense real floating-point tensors of a supported dtype on one device.
+def check_tensors(
+    tensors: Sequence[Any],
+    name: str,
+    device: torch.device | None = None,
+    dtypes: Sequence[torch.dtype] = FLOAT_DTYPES,
+) -> None:
+    """Checks that all are dense tensors of a supported dtype on one device.
 
     Raises:
         TypeError: not a tensor, a DTensor, sparse, or of an unsupported dtype.
@@ -26,8 +31,10 @@ def check_tensors(tensors: Sequence[Any], name: str, device: torch.device | None
             raise TypeError(f"{label} is a DTensor; ops take local tensors: pass {label}.to_local()")
         if tensor.layout != torch.strided:
             raise TypeError(f"{label} has layout {tensor.layout}; dense tensors only: pass {label}.to_dense()")
-        if tensor.dtype not in FLOAT_DTYPES:
-            raise TypeError(f"{label} has dtype {tensor.dtype}; float32, bfloat16 and float16 are supported")
+        if tensor.dtype not in dtypes:
+            names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+            supported = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+            raise TypeError(f"{label} has dtype {tensor.dtype}; {supported} are supported")
         device = tensor.device if device is None else device
         if tensor.device != device:
             raise ValueError(

@@ -7,18 +7,21 @@ specified by ``backends/reference/sharded_adam.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from . import _checks, _library, _registry
+from . import _adam_formats, _checks, _library, _registry
+from ._adam_formats import ROUNDINGS
 
 _library.define(
     "sharded_adam",
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-    "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] masters, Tensor(f!)[] shadows, Tensor(g!) steps, Tensor? step_index, "
-    "float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled_weight_decay, bool maximize, "
-    "Tensor? lr_tensor, Tensor? clip_coef, Tensor? grad_scale, Tensor? found_inf) -> ()",
+    "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] masters, Tensor(f!)[] shadows, Tensor(h!)[] block_words, "
+    "Tensor(g!) steps, Tensor? step_index, Tensor? dither, int rounding, float lr, float beta1, float beta2, "
+    "float eps, float weight_decay, bool decoupled_weight_decay, bool maximize, Tensor? lr_tensor, "
+    "Tensor? clip_coef, Tensor? grad_scale, Tensor? found_inf) -> ()",
     lambda *args: None,
     _registry.deferred("sharded_adam", lambda params, *_: params[0].device),
 )
@@ -41,7 +44,10 @@ def sharded_adam(
     max_exp_avg_sqs: Sequence[Tensor] = (),
     masters: Sequence[Tensor] = (),
     shadows: Sequence[Tensor] = (),
+    block_words: Sequence[Tensor] = (),
     step_index: Tensor | None = None,
+    dither: Tensor | None = None,
+    rounding: Literal["nearest", "stochastic"] | None = None,
     clip_coef: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -62,8 +68,8 @@ def sharded_adam(
     Args:
         params: float32, bfloat16 or float16, ND, one dtype. The lists below have one tensor for each, of its shape.
         grads: float32, bfloat16 or float16, one dtype. Not written: they stay scaled and unclipped.
-        exp_avgs: float32.
-        exp_avg_sqs: float32.
+        exp_avgs: float32, bfloat16, or the int8 codes of block-quantised moments.
+        exp_avg_sqs: float32, bfloat16, or uint8 codes, as ``exp_avgs``.
         steps: float32 counters of the steps done before this one, 1D, on the parameters' device, or on the CPU if
             there is no ``found_inf``; one is added to those used, unless ``found_inf`` is set.
         lr: a number, or one float32 or float64 element on the parameters' device, read without a sync.
@@ -71,11 +77,21 @@ def sharded_adam(
         decoupled_weight_decay: AdamW's decay; False: an L2 penalty added to the gradient.
         maximize: ascend.
         max_exp_avg_sqs: float32, for amsgrad; empty: no amsgrad.
-        masters: empty for float32 parameters, which are their own; float32 masters; or, for bfloat16 parameters, the
-            16-bit remainders that complete them to float32 (an int16 each, in a tensor typed bfloat16).
+        masters: empty for float32 parameters, which are their own, or with ``rounding``; float32 masters; or, for
+            bfloat16 parameters, the 16-bit remainders that complete them to float32 (an int16 each, in a tensor typed
+            bfloat16), or int8 remainders that complete them to its upper 24 bits.
         shadows: copies of the updated parameters in one dtype, rounded to nearest even from the master; or empty.
+        block_words: of block-quantised moments, int32 ``[rows, blocks, 2]`` each: blocks of 128 within a row, the last
+            one of a row may be shorter. The elements of a parameter in row-major order make ``rows`` rows.
         step_index: int64 ``[len(params)]`` on the CPU: each parameter's counter in ``steps``, no two alike; None: its
             position.
+        dither: int64 ``[len(params), 4]`` on the CPU: (salt in [0, 2^32), first, columns, stride) of each parameter,
+            for whatever is stored in fewer bits than it is computed in: bfloat16 and quantised moments, 24-bit masters,
+            stochastic rounding. Element ``i`` of a local tensor is element
+            ``first + (i // columns) * stride + i % columns`` of the global one, by which the dither is chosen (within a
+            block: by its position there). None: round to nearest, ties away from zero.
+        rounding: of low-precision parameters without masters: to ``"nearest"`` even, or ``"stochastic"`` by dither
+            (bfloat16 only). None: they need masters.
         clip_coef: float32 scalar that multiplies gradients.
         grad_scale: float32 scalar that divides gradients, as in torch's fused Adam.
         found_inf: float32 scalar; if not 0, nothing is written.
@@ -99,8 +115,10 @@ def sharded_adam(
         "max_exp_avg_sqs": list(max_exp_avg_sqs),
         "masters": list(masters),
         "shadows": list(shadows),
+        "block_words": list(block_words),
     }
-    _check_lists(lists)
+    _adam_formats.check_lists(lists, rounding)
+    _adam_formats.check_dither(dither, rounding, params)
     device = params[0].device
     _check_scalars({"clip_coef": clip_coef, "grad_scale": grad_scale, "found_inf": found_inf}, device, (torch.float32,))
     if isinstance(lr, Tensor):
@@ -108,11 +126,15 @@ def sharded_adam(
     _check_steps(steps, step_index, len(params), device, may_be_on_cpu=found_inf is None)
 
     lists = {name: [tensor.detach() for tensor in tensors] for name, tensors in lists.items()}
-    dense, write_back = _dense_lists(lists)
+    # Blocks and the elements' indices are counted in row-major order.
+    is_ordered = dither is not None or bool(block_words)
+    dense, write_back = _dense_lists(lists, is_ordered)
     _registry.resolve("sharded_adam", device.type, backend)(
         *dense.values(),
         steps,
         step_index,
+        dither,
+        0 if rounding is None else 1 + ROUNDINGS.index(rounding),
         0.0 if isinstance(lr, Tensor) else float(lr),
         float(beta1),
         float(beta2),
@@ -129,36 +151,6 @@ def sharded_adam(
         target.copy_(updated)
     written = [tensor for name, tensors in lists.items() if name != "grads" for tensor in tensors]
     _library.mark_written([*written, steps])
-
-
-def _check_lists(lists: dict[str, list[Tensor]]) -> None:
-    params = lists["params"]
-    optional = ("max_exp_avg_sqs", "masters", "shadows")
-    for name, tensors in lists.items():
-        if len(tensors) != len(params) and not (name in optional and not tensors):
-            raise ValueError(f"{name} has {len(tensors)} tensors, params has {len(params)}; give one for each")
-        _checks.check_tensors(tensors, name, params[0].device)
-        dtypes = sorted({str(tensor.dtype) for tensor in tensors})
-        if len(dtypes) > 1:
-            raise ValueError(f"{name} has dtypes {', '.join(dtypes)}; make one call for each combination of dtypes")
-        for index, (tensor, param) in enumerate(zip(tensors, params, strict=bool(tensors))):
-            if tensor.shape != param.shape:
-                raise ValueError(
-                    f"{name}[{index}] has shape {tuple(tensor.shape)}, its parameter {tuple(param.shape)}; "
-                    "each tensor of an update has the parameter's shape"
-                )
-    for name in ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
-        if lists[name] and lists[name][0].dtype != torch.float32:
-            raise ValueError(f"{name} have dtype {lists[name][0].dtype}; moments are float32")
-    param_dtype = params[0].dtype
-    master_dtype = lists["masters"][0].dtype if lists["masters"] else None
-    if master_dtype is None and param_dtype != torch.float32:
-        raise ValueError(f"params have dtype {param_dtype} and masters is empty; give float32 masters or remainders")
-    if master_dtype == torch.float16 or (master_dtype == torch.bfloat16 and param_dtype != torch.bfloat16):
-        raise ValueError(
-            f"masters have dtype {master_dtype} under params of {param_dtype}; they are float32 masters, or remainders "
-            "typed bfloat16 under bfloat16 params"
-        )
 
 
 def _check_scalars(scalars: dict[str, Tensor | None], device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
@@ -201,18 +193,21 @@ def _check_steps(
             )
 
 
-def _dense_lists(lists: dict[str, list[Tensor]]) -> tuple[dict[str, list[Tensor]], list[tuple[Tensor, Tensor]]]:
+def _dense_lists(
+    lists: dict[str, list[Tensor]], is_ordered: bool
+) -> tuple[dict[str, list[Tensor]], list[tuple[Tensor, Tensor]]]:
     """The lists with every parameter's tensors in one gapless memory order, and what to copy back afterwards.
 
     Kernels walk memory. Where a parameter has gaps, or one of its tensors another order, those tensors alone are
-    replaced by row-major copies; the updated ones are returned as (target, copy).
+    replaced by row-major copies; the updated ones are returned as (target, copy). ``is_ordered``: the order must be
+    row-major. The words of blocks have a shape of their own.
     """
     dense = {name: list(tensors) for name, tensors in lists.items()}
     write_back: list[tuple[Tensor, Tensor]] = []
     for index, param in enumerate(lists["params"]):
-        present = [name for name, tensors in lists.items() if tensors]
+        present = [name for name, tensors in lists.items() if tensors and name != "block_words"]
         strides = {lists[name][index].stride() for name in present}
-        if len(strides) == 1 and _checks.is_dense(param):
+        if len(strides) == 1 and (param.is_contiguous() if is_ordered else _checks.is_dense(param)):
             continue
         for name in present:
             tensor = lists[name][index]

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CANONICAL_NAN = 0x7FC00000
+from .block_quant import decode_blocks, encode_blocks
+from .dither import CANONICAL_NAN, Dither, join_fp24, round_dithered, split_fp24
+
+# The op's ``rounding`` of low-precision parameters that have no master; 0: there are none.
+NEAREST, STOCHASTIC = 1, 2
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,22 @@ def adam_update(
     return master, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 
+def load_moments(exp_avg: Tensor, exp_avg_sq: Tensor, words: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both moments in float32 from their storage."""
+    if words is not None:
+        return decode_blocks(exp_avg, exp_avg_sq, words)
+    return exp_avg.float(), exp_avg_sq.float()
+
+
+def load_master(param: Tensor, master: Tensor | None) -> Tensor:
+    """The float32 master from its storage."""
+    if master is None:
+        return param.float()
+    if master.dtype == torch.bfloat16:
+        return join_fp32(param, master)
+    return join_fp24(param, master) if master.dtype == torch.int8 else master
+
+
 def sharded_adam(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -122,8 +142,11 @@ def sharded_adam(
     max_exp_avg_sqs: Sequence[Tensor],
     masters: Sequence[Tensor],
     shadows: Sequence[Tensor],
+    block_words: Sequence[Tensor],
     steps: Tensor,
     step_index: Tensor | None,
+    dither: Tensor | None,
+    rounding: int,
     lr: float,
     beta1: float,
     beta2: float,
@@ -136,7 +159,7 @@ def sharded_adam(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """One step over lists of tensors, in place; arguments as ``ops.sharded_adam``. No host sync."""
+    """One step over lists of tensors, in place; arguments as the op's. No host sync."""
     if not params:
         return
     device = params[0].device
@@ -153,11 +176,10 @@ def sharded_adam(
         counter = steps[index if step_index is None else int(step_index[index])]
         step = (counter.long() + 1).to(device, non_blocking=True)  # counters may be on the CPU
         scalars = adam_scalars(step, lr64, beta1, beta2, eps, weight_decay, decoupled_weight_decay)
-        split = bool(masters) and masters[index].dtype == torch.bfloat16
-        if split:
-            master = join_fp32(param, masters[index])
-        else:
-            master = masters[index] if masters else param
+        noise = None if dither is None else Dither.of(dither[index], step)
+        stored_master = masters[index] if masters else None
+        words = block_words[index] if block_words else None
+        exp_avg, exp_avg_sq = load_moments(exp_avgs[index], exp_avg_sqs[index], words)
 
         grad = grads[index].float()
         if grad_scale is not None:
@@ -169,25 +191,35 @@ def sharded_adam(
         master, exp_avg, exp_avg_sq, max_exp_avg_sq = adam_update(
             scalars,
             grad,
-            master,
-            exp_avgs[index],
-            exp_avg_sqs[index],
+            load_master(param, stored_master),
+            exp_avg,
+            exp_avg_sq,
             max_exp_avg_sqs[index] if max_exp_avg_sqs else None,
             coupled_decay,
         )
 
-        store(exp_avgs[index], exp_avg)
-        store(exp_avg_sqs[index], exp_avg_sq)
+        if words is not None:
+            for target, value in zip(
+                (exp_avgs[index], exp_avg_sqs[index], words),
+                encode_blocks(exp_avg, exp_avg_sq, words.shape[0], noise),
+                strict=True,
+            ):
+                store(target, value)
+        else:
+            for target, value in ((exp_avgs[index], exp_avg), (exp_avg_sqs[index], exp_avg_sq)):
+                store(target, round_dithered(value, noise) if target.dtype == torch.bfloat16 else value)
         if max_exp_avg_sq is not None:
             store(max_exp_avg_sqs[index], max_exp_avg_sq)
-        if split:
-            high, remainder = split_fp32(master)
-            store(param, high)
-            store(masters[index], remainder)
-        else:
-            if masters:
-                store(masters[index], master)
+        if stored_master is None:
+            store(param, round_dithered(master, noise) if rounding == STOCHASTIC else master.to(param.dtype))
+        elif stored_master.dtype == torch.float32:
+            store(stored_master, master)
             store(param, master.to(param.dtype))
+        else:
+            is_24_bits = stored_master.dtype == torch.int8
+            high, remainder = split_fp24(master, noise) if is_24_bits else split_fp32(master)
+            store(param, high)
+            store(stored_master, remainder)
         if shadows:
             store(shadows[index], master.to(shadows[index].dtype))
         store(counter, counter + 1.0)
