@@ -148,10 +148,15 @@ if backend.unavailable_reason("cuda") is None:
         (tl.int16, tl.int16, False),
     ]
     UPDATES = [
-        # param, grad, master, shadow, amsgrad and coupled, optional scalars
-        (tl.float32, tl.float32, None, None, False, None),
-        (tl.int16, tl.bfloat16, tl.int16, tl.bfloat16, False, "*fp32"),
-        (tl.float16, tl.float16, tl.float32, tl.float32, True, "*fp32"),
+        # param, grad, moment, master, shadow, amsgrad and coupled, optional scalars
+        (tl.float32, tl.float32, tl.float32, None, None, False, None),
+        (tl.int16, tl.bfloat16, tl.float32, tl.int16, tl.bfloat16, False, "*fp32"),
+        (tl.float16, tl.float16, tl.float32, tl.float32, tl.float32, True, "*fp32"),
+        (tl.int16, tl.bfloat16, tl.int16, tl.int8, None, False, None),
+        (tl.int16, tl.bfloat16, tl.int16, None, tl.bfloat16, True, "*fp32"),
+        # Moments in blocks.
+        (tl.int16, tl.bfloat16, tl.int8, tl.int8, None, False, None),
+        (tl.float32, tl.float32, tl.int8, None, tl.bfloat16, True, "*fp32"),
     ]
 else:  # this process interprets: nothing compiles
     COPIES, UPDATES = [], []
@@ -172,20 +177,37 @@ def test_copy_compiles(source: Any, target: Any, scaled: bool, tmp_path: Path) -
     assert re.search(r"st\.global\.v\d", program.asm["ptx"])
 
 
-@pytest.mark.parametrize(("param", "grad", "master", "shadow", "others", "scalar"), UPDATES, ids=str)
+@pytest.mark.parametrize(("param", "grad", "moment", "master", "shadow", "others", "scalar"), UPDATES, ids=str)
 def test_update_compiles(
-    param: Any, grad: Any, master: Any, shadow: Any, others: bool, scalar: str | None, tmp_path: Path
+    param: Any, grad: Any, moment: Any, master: Any, shadow: Any, others: bool, scalar: str | None, tmp_path: Path
 ) -> None:
-    from shardops.backends.triton.sharded_adam import BLOCK, VECTOR, update_kernel
+    from shardops.backends.triton import _adam_blocks, _adam_elements, _launch, sharded_adam
 
+    stored = [kind for kind in (param, moment, master, shadow, tl.float32 if others else None) if kind is not None]
+    vector = sharded_adam.VECTOR if tl.float32 in stored else sharded_adam.NARROW_VECTOR
+    threads = sharded_adam.BLOCK_THREADS if moment == tl.int8 else _launch.THREADS
+    block = vector * threads
     signature = {"rows": "*i64", "chunks": "*i64", "scalars": "*fp32", "grad_scale": scalar, "found_inf": scalar}
     constants = {"PARAM": param, "GRAD": grad, "MASTER": master, "SHADOW": shadow, "COUPLED": others}
-    constants |= {"FROM_GRAD": False, "AMSGRAD": others, "VECTOR": VECTOR, "BLOCK": BLOCK}
-    program = compiled(update_kernel, signature, constants, 8)
+    constants |= {"FROM_GRAD": False, "AMSGRAD": others, "STRIDED": others and master is None, "VECTOR": vector}
+    quantised = moment == tl.int8
+    if quantised:
+        program = compiled(
+            _adam_blocks.update_blocks_kernel, signature, constants | {"BLOCKS": block // 128}, threads // 32
+        )
+    else:
+        dithered = moment == tl.int16 or master == tl.int8
+        constants |= {"MOMENT": moment, "DITHERED": dithered, "BLOCK": block}
+        program = compiled(_adam_elements.update_kernel, signature, constants, threads // 32)
     check_compiled(program, tmp_path)
-    assert program.metadata.shared == 0
-    assert {"div.rn.f32", "sqrt.rn.f32"} <= set(re.findall(r"(?:div|sqrt)\.[a-z.]*f32", program.asm["ptx"]))
-    assert not re.search(r"(?:add|sub|mul|div|sqrt)\.[a-z.]*f64", program.asm["ptx"])
+    # The wide paths keep their elements in registers; the words of blocks change hands, since few threads store them.
+    assert program.metadata.shared <= (4 * block // 128 if quantised else 0)
+    ptx = program.asm["ptx"]
+    assert {"div.rn.f32", "sqrt.rn.f32"} <= set(re.findall(r"(?:div|sqrt)\.[a-z.]*f32", ptx))
+    assert not re.search(r"(?:add|sub|mul|div|sqrt)\.[a-z.]*f64", ptx)
+    # 128 bits of the widest elements stored.
+    assert re.search(r"ld\.global\.v4\.b32", ptx)
+    assert re.search(r"st\.global\.v4\.b32", ptx)
 
 
 @pytest.mark.parametrize("lr_tensor", [None, "*fp32", "*fp64"])
@@ -225,14 +247,15 @@ def test_values_of_arguments_do_not_recompile() -> None:
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.jit import create_function_from_signature
 
-    from shardops.backends.triton import _adam_scalars, _copy, grad_norm, sharded_adam
+    from shardops.backends.triton import _adam_blocks, _adam_elements, _adam_scalars, _copy, grad_norm
 
     kernels = (
         _adam_scalars.scalars_kernel,
         _copy.copy_kernel,
         grad_norm.block_kernel,
         grad_norm.combine_kernel,
-        sharded_adam.update_kernel,
+        _adam_elements.update_kernel,
+        _adam_blocks.update_blocks_kernel,
     )
     target = CUDABackend(GPUTarget("cuda", 90, 32))
     for kernel in kernels:
@@ -258,5 +281,6 @@ def test_launchers_never_wait_for_the_device() -> None:
         for line in path.read_text().splitlines()
         if re.search(r"\.(item|cpu|tolist|nonzero|synchronize)\(", line)
     }
-    assert all("torch.tensor(scale" in line or "step_index is" in line or "segments[~inside]" in line for line in found)
+    allowed = ("torch.tensor(scale", "step_index is", "dither is", "segments[~inside]")
+    assert all(any(text in line for text in allowed) for line in found)
     assert torch.tensor(0.3, dtype=torch.float32).item() != 0.3  # what the one .item() is for

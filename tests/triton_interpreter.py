@@ -298,7 +298,7 @@ def assert_same(actual: Tensor, expected: Tensor, *, exact: bool = False) -> Non
     """Asserts equal bits; any NaN equals any NaN, unless ``exact``."""
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
     same = actual.contiguous().view(kind) == expected.contiguous().view(kind)
     if not exact:
         same |= actual.isnan() & expected.isnan()

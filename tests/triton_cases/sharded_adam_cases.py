@@ -9,110 +9,17 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from adam_state import ADAMW, BF16, BLOCK, F16, F32, State, compare, make_state
 from torch import Tensor
-from triton_interpreter import Watch, assert_same, float_values
+from triton_interpreter import Watch, assert_same
 
 from shardops import ops
-from shardops.backends.reference.sharded_adam import split_fp32
-from shardops.backends.triton._adam_scalars import scalars_kernel
-from shardops.backends.triton.sharded_adam import BLOCK, update_kernel
+from shardops.backends.triton import _adam_scalars
+from shardops.backends.triton._adam_elements import update_kernel
 
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 # Parameters and their masters: (dtype, None), (dtype, "fp32"), (bfloat16, "split").
 FORMATS = ((F32, None), (F32, "fp32"), (BF16, "split"), (BF16, "fp32"), (F16, "fp32"))
 each_format = pytest.mark.parametrize("form", FORMATS, ids=str)
-ADAMW = {"lr": 1e-3, "weight_decay": 0.01, "decoupled_weight_decay": True}
-
-
-@dataclasses.dataclass
-class State:
-    """The lists of one call."""
-
-    params: list[Tensor]
-    grads: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    max_exp_avg_sqs: list[Tensor]
-    masters: list[Tensor]
-    shadows: list[Tensor]
-    steps: Tensor
-
-    def written(self) -> list[Tensor]:
-        lists = (self.params, self.exp_avgs, self.exp_avg_sqs, self.max_exp_avg_sqs, self.masters, self.shadows)
-        return [self.steps, *(tensor for tensors in lists for tensor in tensors)]
-
-    def clone(self) -> State:
-        """A copy whose tensors have the alignment of these."""
-
-        def copied(tensor: Tensor) -> Tensor:
-            offset = tensor.data_ptr() % 16 // tensor.element_size()
-            room = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)
-            return room[offset:].view(tensor.shape).copy_(tensor)
-
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return State(**{n: copied(v) if n == "steps" else [copied(t) for t in v] for n, v in fields.items()})
-
-    def step(self, backend: str, seed: int | None = None, **options: Any) -> Watch:
-        """One step in place; triton's under a watch, which is returned."""
-        with Watch(self.grads, self.written() if backend == "triton" else (), seed=seed) as watch:
-            ops.sharded_adam(
-                self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, self.steps, masters=self.masters,
-                max_exp_avg_sqs=self.max_exp_avg_sqs, shadows=self.shadows, backend=backend, **options,
-            )  # fmt: skip
-        return watch
-
-
-def make_state(
-    sizes: list[int],
-    form: tuple[torch.dtype, str | None] = (F32, None),
-    grad: torch.dtype = F32,
-    shadow: torch.dtype | None = None,
-    amsgrad: bool = False,
-    offset: int = 0,
-    seed: int = 0,
-    extreme: bool = False,
-) -> State:
-    """Tensors of the given sizes that begin ``offset`` elements into their allocations; extreme: with any bits."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def make(size: int, dtype: torch.dtype = F32, scale: float = 1.0, positive: bool = False) -> Tensor:
-        values = torch.randn(size + offset, generator=generator) * scale
-        if extreme:
-            values = float_values(size + offset, F32, seed + size)
-            # Not only NaN after one step.
-            values = values[torch.randperm(size + offset, generator=generator)].nan_to_num(nan=1.0, posinf=2.0)
-        return (values.abs() if positive else values).to(dtype)[offset:]
-
-    dtype, master = form
-    fp32 = [make(size) for size in sizes]
-    params, masters = [value.clone().to(dtype) for value in fp32], fp32 if master == "fp32" else []
-    if master == "split":
-        params, masters = map(list, zip(*(split_fp32(value) for value in fp32), strict=True))
-    if offset:
-        params, masters = ([torch.cat([t.new_zeros(offset), t])[offset:] for t in ts] for ts in (params, masters))
-    grads = [make(size, grad) for size in sizes]
-    if extreme:
-        grads = [float_values(size + offset, grad, seed + 1 + size)[offset:] for size in sizes]
-    return State(
-        params,
-        grads,
-        [make(size, scale=0.1) for size in sizes],
-        [make(size, scale=0.1, positive=True) for size in sizes],
-        [make(size, scale=0.1, positive=True) for size in sizes] if amsgrad else [],
-        masters,
-        [make(size, shadow) for size in sizes] if shadow else [],
-        torch.tensor([float(n * n) for n in range(len(sizes))]),
-    )
-
-
-def compare(state: State, seed: int = 0, **options: Any) -> Watch:
-    """One step by triton and one by the reference from the same state; leaves triton's in ``state``."""
-    expected = state.clone()
-    expected.step("reference", **options)
-    watch = state.step("triton", seed, **options)
-    for one, other in zip(state.written(), expected.written(), strict=True):
-        assert_same(one, other)
-    return watch
 
 
 @each_format
@@ -222,10 +129,10 @@ def test_shapes_and_orders_of_dimensions() -> None:
         return [torch.randn(3, 4, 2).permute(2, 0, 1), torch.randn(()), torch.randn(5, 7).t()]
 
     torch.manual_seed(0)
-    state = State(made(), made(), made(), [t.abs() for t in made()], [], [], [], torch.zeros(3))
+    state = State(made(), made(), made(), [t.abs() for t in made()], [], [], [], [], torch.zeros(3))
     watched = [*state.grads, *state.written()]
     expected = State(*([t.clone() for t in ts] for ts in (state.params, state.grads, state.exp_avgs)),
-                     [t.clone() for t in state.exp_avg_sqs], [], [], [], state.steps.clone())  # fmt: skip
+                     [t.clone() for t in state.exp_avg_sqs], [], [], [], [], state.steps.clone())  # fmt: skip
     expected.step("reference", **ADAMW)
     state.step("triton", **ADAMW)
     for one, other in zip(watched, [*expected.grads, *expected.written()], strict=True):
@@ -266,16 +173,20 @@ def test_offsets_past_32_bits() -> None:
     expected = state.clone()
     expected.step("reference", lr=1e-3)
     lists = (state.params, state.grads, state.exp_avgs, state.exp_avg_sqs)
-    rows = torch.tensor([*(t[0].data_ptr() - 4 * 2**33 for t in lists), 0, 0, 0, state.steps.data_ptr(), numel])
-    scalars = torch.empty(8)
+    rows = torch.zeros(_adam_scalars.COLUMNS.value, dtype=torch.int64)
+    rows[:4] = torch.tensor([t[0].data_ptr() - 4 * 2**33 for t in lists])
+    rows[_adam_scalars.COUNTER.value] = state.steps.data_ptr()
+    rows[-1] = numel
+    scalars = torch.empty(_adam_scalars.SCALARS.value)
     with Watch(state.grads, state.written()):
-        scalars_kernel[(1,)](
+        _adam_scalars.scalars_kernel[(1,)](
             rows, scalars, 1, 1e-3, 0.9, 0.999, 1e-8, 0.0, None, None, None,
             DECOUPLED=False, FROM_GRAD=False, MAXIMIZE=False, TENSORS=1,
         )  # fmt: skip
         update_kernel[(1,)](
-            rows, torch.tensor([2**33 // BLOCK]), scalars, None, None, PARAM=tl.float32, GRAD=tl.float32, MASTER=None,
-            SHADOW=None, COUPLED=False, FROM_GRAD=False, AMSGRAD=False, VECTOR=4, BLOCK=BLOCK,
+            rows, torch.tensor([2**33 // BLOCK]), scalars, None, None, PARAM=tl.float32, GRAD=tl.float32,
+            MOMENT=tl.float32, MASTER=None, SHADOW=None, COUPLED=False, FROM_GRAD=False, AMSGRAD=False, DITHERED=False,
+            STRIDED=False, VECTOR=4, BLOCK=BLOCK,
         )  # fmt: skip
     for one, other in zip(state.written(), expected.written(), strict=True):
         assert_same(one, other)
@@ -299,13 +210,14 @@ def test_torch_op_and_direct_checks() -> None:
     state, expected = make_state([BLOCK]), make_state([BLOCK])
     expected.step("reference", lr=1e-3)
     op = torch.ops.shardops.sharded_adam.triton
-    tail = (1e-3, 0.9, 0.999, 1e-8, 0.0, False, False, None, None, None, None)
-    lists = [state.params, state.grads, state.exp_avgs, state.exp_avg_sqs, [], [], []]
+    tail = (None, 0, 1e-3, 0.9, 0.999, 1e-8, 0.0, False, False, None, None, None, None)
+    lists = [state.params, state.grads, state.exp_avgs, state.exp_avg_sqs, [], [], [], []]
     op(*lists, state.steps, None, *tail)
     assert_same(state.params[0], expected.params[0])
     for column, wrong, message in [
         (1, [torch.zeros(BLOCK - 1)], r"grads\[0\] is torch.float32 .* with 1023 elements"),
-        (2, [torch.zeros(BLOCK).half()], r"exp_avgs\[0\] is torch.float16"),
+        (2, [torch.zeros(BLOCK).half()], r"exp_avgs have dtype torch.float16"),
+        (3, [torch.zeros(BLOCK).half()], r"exp_avg_sqs\[0\] is torch.float16"),
         (3, [], "exp_avg_sqs has 0 tensors"),
         (5, [torch.zeros(BLOCK).bfloat16()], "masters are float32, or remainders"),
     ]:

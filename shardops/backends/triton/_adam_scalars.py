@@ -13,10 +13,20 @@ from ._math import power
 
 # Tensors in one program.
 TENSORS = 128
-# A tensor's row: seven addresses (0: absent), the address of its counter, numel.
-COLUMNS = tl.constexpr(9)
-# A tensor's scalars, in the order of AdamScalars in csrc/common/adam_math.h.
-SCALARS = tl.constexpr(8)
+# A tensor's row: seven addresses (0: absent), then these columns, then how much of it there is: elements, or blocks.
+WORDS = tl.constexpr(7)  # the address of its blocks' words
+COUNTER = tl.constexpr(8)  # the address of its counter
+SALT = tl.constexpr(9)  # of the dither; -1: none, all is rounded to nearest
+FIRST = tl.constexpr(10)  # these three: the global index of an element, as in ``ops.sharded_adam``
+INDEX_COLUMNS = tl.constexpr(11)
+INDEX_STRIDE = tl.constexpr(12)
+BLOCK_COLUMNS = tl.constexpr(13)  # elements in a row of blocks
+COLUMNS = tl.constexpr(15)
+# A tensor's scalars, in the order of AdamScalars in csrc/common/adam_math.h, then two patterns of 32 bits: a dither
+# word is the element's index times the second one plus the first one.
+BASE = tl.constexpr(8)
+MULTIPLIER = tl.constexpr(9)
+SCALARS = tl.constexpr(10)
 
 
 @triton.jit(
@@ -42,11 +52,11 @@ def scalars_kernel(
     """For each tensor, with ``t = counter + 1``: its scalars in float64, rounded once; ``counter = t``.
 
     ``step_size = lr / (1 - beta1^t) * sqrt(1 - beta2^t)``, ``eps * sqrt(1 - beta2^t)``,
-    ``decay = 1 - lr * weight_decay``.
+    ``decay = 1 - lr * weight_decay``; of the dither, ``t * 0x9E3779B9 + salt`` modulo 2^32.
     """
     index = tl.program_id(0).to(tl.int64) * TENSORS + tl.arange(0, TENSORS)
     mask = index < count
-    counter = tl.load(rows + index * COLUMNS + 7, mask=mask, other=0).to(tl.pointer_type(tl.float32))
+    counter = tl.load(rows + index * COLUMNS + COUNTER, mask=mask, other=0).to(tl.pointer_type(tl.float32))
     step = tl.load(counter, mask=mask, other=0.0).to(tl.int64) + 1
     if lr_tensor is not None:
         lr = tl.load(lr_tensor).to(tl.float64)
@@ -72,6 +82,12 @@ def scalars_kernel(
     tl.store(row + 5, tl.cast(decay, tl.float32), mask=mask)
     tl.store(row + 6, tl.cast(coupled_decay, tl.float32), mask=mask)
     tl.store(row + 7, -grad_coef if MAXIMIZE else grad_coef, mask=mask)
+
+    salt = tl.load(rows + index * COLUMNS + SALT, mask=mask, other=0)
+    base = step.to(tl.uint32) * 0x9E3779B9 + salt.to(tl.uint32)
+    row = row.to(tl.pointer_type(tl.uint32), bitcast=True)
+    tl.store(row + BASE, tl.where(salt < 0, 0x80000000, base).to(tl.uint32), mask=mask)
+    tl.store(row + MULTIPLIER, tl.where(salt < 0, 0, 0x85EBCA77).to(tl.uint32), mask=mask)
 
     if found_inf is not None:
         count = tl.where(tl.load(found_inf) == 0.0, count, 0)

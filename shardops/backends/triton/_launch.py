@@ -1,7 +1,8 @@
 """What every launcher needs: addresses of tensors, tables in device memory, and the tensors' device made current.
 
-A kernel reads two int64 tables. A row describes one tensor (or segment): addresses, then its numel in the last column.
-A chunk entry is one program's work: which row, and which chunk of it. Nothing here waits for the device.
+A kernel reads two int64 tables. A row describes one tensor (or segment): addresses, then its numel (or its number of
+blocks) in the last column. A chunk entry is one program's work: which row, and which chunk of it. Nothing here waits
+for the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The arithmetic of the kernels, jitted: Adam's formula, the split of a float32 in two, exact sums, block access.
+"""The arithmetic of the kernels, jitted: Adam's formula, narrow storage of a float32, exact sums, block access.
 
 Every operation rounds as ``backends/reference`` says: ``tl.div_rn`` and ``tl.sqrt_rn`` because ``/`` and ``tl.sqrt`` of
 float32 are approximate on a GPU, and launchers pass ``enable_fp_fusion=False`` because a fused multiply-add rounds
@@ -14,14 +14,16 @@ import triton.language as tl
 
 @triton.jit
 def misaligned(address, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
-    """Zero if ``address`` is a multiple of VECTOR elements, what a thread takes in one access; also for address 0."""
-    return address & (VECTOR * DTYPE.primitive_bitwidth // 8 - 1)
+    """Zero if ``address`` is a multiple of VECTOR elements, or of the widest access if less; also for address 0."""
+    BITS: tl.constexpr = VECTOR * DTYPE.primitive_bitwidth
+    return address & (15 if BITS > 128 else BITS // 8 - 1)
 
 
 @triton.jit
 def aligned_pointer(address, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
-    """``address`` as a pointer that the compiler may take to be a multiple of VECTOR elements."""
-    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), VECTOR * DTYPE.primitive_bitwidth // 8)
+    """``address`` as a pointer that the compiler may take to be as :func:`misaligned` found it."""
+    BITS: tl.constexpr = VECTOR * DTYPE.primitive_bitwidth
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16 if BITS > 128 else BITS // 8)
 
 
 @triton.jit
@@ -60,6 +62,59 @@ def split_fp32(value):
     high = (bits + 0x8000) >> 16
     remainder = bits - (high << 16)
     return high.to(tl.int16), remainder.to(tl.int16)
+
+
+@triton.jit
+def widen(high):
+    """bfloat16, as int16 bits -> float32."""
+    return (high.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dither_words(dither, start, lanes, STRIDED: tl.constexpr):
+    """The dither words, uint32, of the local elements ``start + lanes``: ``index * multiplier + base``.
+
+    ``dither`` is (base, multiplier, first, columns, stride); the global index of an element is ``first`` + its local
+    one, or where STRIDED: rows of ``columns`` elements lie ``stride`` apart.
+    """
+    base, multiplier, first, columns, stride = dither
+    if STRIDED:
+        row = (start + lanes) // columns
+        return (first + row * (stride - columns) + start + lanes).to(tl.uint32) * multiplier + base
+    else:
+        # Summed in this order, all but the last product and sum is common to a block.
+        return ((first + start).to(tl.uint32) * multiplier + base) + lanes.to(tl.uint32) * multiplier
+
+
+@triton.jit
+def round_dithered(value, words):
+    """float32 -> bfloat16, as int16 bits, up or down by dither; a finite value stays finite, NaN is made canonical."""
+    bits = value.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # The largest pattern allowed: a finite one below infinity, infinity above.
+    rounded = tl.minimum(magnitude + (words >> 16), tl.maximum(magnitude, 0x7F7FFFFF)) >> 16
+    return tl.where(value != value, 0x7FC0, rounded | ((bits >> 16) & 0x8000)).to(tl.int16)
+
+
+@triton.jit
+def join_fp24(high, remainder):
+    """bfloat16, as int16 bits, and int8 remainder -> float32: ``bits = (high << 16) + remainder * 256``."""
+    bits = (high.to(tl.int32) << 16) + (remainder.to(tl.int32) << 8)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split_fp24(value, words):
+    """float32 -> bfloat16 rounded with ties away from zero, as int16 bits, and int8 remainder; the rest is dithered.
+
+    0x3F8080C0 with a word below 0x40000000 -> 0x3F81, -0x80; with others, -0x7F.
+    """
+    bits = value.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    kept = tl.minimum(magnitude + (words >> 24), tl.maximum(magnitude, 0x7F7FFFFF)) & 0xFFFFFF00
+    kept = tl.where(value != value, 0x7FC00000, kept | (bits & 0x80000000))
+    # What the remainder adds to the 16 upper bits has no lower ones: its byte is the one of the sum.
+    return ((kept + 0x8000) >> 16).to(tl.int16), (kept >> 8).to(tl.int8)
 
 
 @triton.jit
