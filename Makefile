@@ -12,7 +12,7 @@ CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
 OLD_TRITON := 3.6
 OLD_VENV := $(VENV)-triton-$(OLD_TRITON)
 
-.PHONY: setup train test lint format sanitize slow bench clean triton-$(OLD_TRITON)
+.PHONY: setup train test lint format sanitize slow bench fit-big clean triton-$(OLD_TRITON)
 
 setup: $(VENV)/.ready
 
@@ -55,6 +55,10 @@ format: setup
 # The C++ kernels' tests against a build with AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: setup
 	$(BIN)/python tools/sanitize.py
+
+# 1.9 billion parameters in less than 15 GB of memory, where stock AdamW needs 30.
+fit-big: setup
+	$(BIN)/python examples/fit_big.py --params 1.9B --memory-cap 15GB --json runs/fit_big/1.9B.json
 
 bench: setup
 	$(BIN)/python -m pytest benchmarks -s

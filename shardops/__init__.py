@@ -9,15 +9,18 @@ from .clipping import clip_grad_norm_, share_grad_norm
 from .collectives import all_gather_cast, grad_norm
 from .ops._registry import backends
 from .optim import FusedShardedAdam, FusedShardedAdamW
+from .release import GradientRelease, enable_gradient_release
 
 __version__ = "0.1.0"
 __all__ = [
     "FusedShardedAdam",
     "FusedShardedAdamW",
+    "GradientRelease",
     "all_gather_cast",
     "backends",
     "cast_model",
     "clip_grad_norm_",
+    "enable_gradient_release",
     "fsdp",
     "grad_norm",
     "ops",

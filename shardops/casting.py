@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .ops._checks import FLOAT_DTYPES
-from .optim.state import is_fsdp1
+from .optim.like import is_fsdp1
 
 Model = TypeVar("Model", bound=nn.Module)
 

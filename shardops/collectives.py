@@ -1,6 +1,6 @@
 """Collectives of the update path: the cast all-gather and the gradient norm's all-reduce.
 
-Beside the plan and above the ops; outside ``integrations/`` this is the only place that uses process groups.
+Beside the plan and above the ops; with ``reductions``, and outside ``integrations/``, the only user of process groups.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from . import ops
 from .ops import _registry
 from .ops.grad_norm import check_norm_type
+from .reductions import all_reduced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -174,6 +175,21 @@ class NormLayout:
         Args:
             are_checked: they are known to be fit and gapless in memory: the kernel takes them as they are.
         """
+
+        def power_of(indices: list[int]) -> Tensor | None:
+            present = [grad for grad in map(grads.__getitem__, indices) if grad is not None]
+            return local_power(present, norm_type, are_checked, backend)[0] if present else None
+
+        return self.completed(power_of, norm_type)
+
+    def completed(self, power_of: Callable[[list[int]], Tensor | None], norm_type: float) -> Tensor:
+        """The norm, of local sums of powers.
+
+        Args:
+            power_of: the sum over the gradients of parameters at these positions, one of :attr:`sets`, float64 scalar;
+                None: there are none.
+            norm_type: of the powers.
+        """
         is_max = norm_type == math.inf
         reduce = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
         totals = []
@@ -182,25 +198,24 @@ class NormLayout:
             for part in parts:
                 shares = []
                 for copies, indices in part.members:
-                    present = [grad for grad in map(grads.__getitem__, indices) if grad is not None]
-                    if not present:
-                        continue
-                    if are_checked:
-                        kernel = _registry.resolve("grad_norm", present[0].device.type, backend)
-                        power, _ = kernel(present, norm_type)
-                    else:
-                        power, _ = ops.grad_norm(present, norm_type, backend=backend)
-                    shares.append(_share(power, copies, is_max).to(self.device))
+                    power = power_of(indices)
+                    if power is not None:
+                        shares.append(_share(power, copies, is_max).to(self.device))
                 values.append(self._combined(shares, is_max))
                 for group in part.groups:
-                    dist.all_reduce(values[-1], reduce, group=group)
+                    values[-1] = all_reduced(values[-1], reduce, group)
             totals.append(self._combined(values, is_max))
             if last_group is not None:
-                dist.all_reduce(totals[-1], reduce, group=last_group)
+                totals[-1] = all_reduced(totals[-1], reduce, last_group)
         total = self._combined(totals, is_max)
         if is_max:
             return torch.where(total[1] > 0, math.nan, total[0]).float()
         return (total.sqrt() if norm_type == 2.0 else total).float()
+
+    @property
+    def sets(self) -> list[list[int]]:
+        """Positions of the parameters whose local sums are taken together, each in one of them."""
+        return [indices for parts in self._sums.values() for part in parts for _, indices in part.members]
 
     def _combined(self, shares: Sequence[Tensor], is_max: bool) -> Tensor:
         """Their sum or maximum, as :func:`_share`; 0 of none."""
@@ -210,6 +225,17 @@ class NormLayout:
         for share in shares[1:]:
             total = torch.maximum(total, share) if is_max else total + share
         return total
+
+
+def local_power(
+    grads: Sequence[Tensor], norm_type: float, are_checked: bool, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """As :func:`shardops.ops.grad_norm`, of gradients on one device; ``are_checked`` as :meth:`NormLayout.norm`."""
+    if are_checked:
+        kernel = _registry.resolve("grad_norm", grads[0].device.type, backend)
+        result: tuple[Tensor, Tensor] = kernel(grads, norm_type)
+        return result
+    return ops.grad_norm(grads, norm_type, backend=backend)
 
 
 def _share(power: Tensor, copies: int, is_max: bool) -> Tensor:
@@ -227,6 +253,16 @@ def _group_device(groups: Sequence[ProcessGroup]) -> torch.device:
     if groups and "nccl" in dist.get_backend(groups[0]):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def shard_groups(params: Sequence[Any]) -> list[ProcessGroup]:
+    """The groups over which parts of these parameters lie, in an order that all their ranks have in common."""
+    groups: dict[ProcessGroup, None] = {}
+    for param in params:
+        mesh = getattr(param, "device_mesh", None)
+        if mesh is not None and mesh.get_coordinate() is not None:
+            groups.update((mesh.get_group(dim), None) for dim in range(mesh.ndim) if _is_sharded(param, dim))
+    return list(groups)
 
 
 # ---- which all-reduces complete the sums of DTensors -----------------------------------------------------------------

@@ -32,6 +32,8 @@ class Entry:
         master_key: the state's key of the master or remainder; None: the parameter is its own master.
         steps: the flat buffer that ``state["step"]`` is a view into, 1D.
         step_position: which element of it.
+        rounding: the op's, of a low-precision parameter without a master; else 0.
+        dither: the parameter's row of the op's ``dither``; None: nothing of it is dithered.
     """
 
     param: Tensor
@@ -40,6 +42,8 @@ class Entry:
     master_key: str | None
     steps: Tensor
     step_position: int
+    rounding: int = 0
+    dither: tuple[int, int, int, int] | None = None
 
 
 @dataclass
@@ -61,6 +65,9 @@ class Bucket:
     masters: list[Tensor]
     steps: Tensor  # 1D
     step_index: Tensor  # int64, 1D, CPU
+    block_words: list[Tensor] = field(default_factory=list)
+    dither: Tensor | None = None  # int64, [len(params), 4], CPU
+    rounding: int = 0
     shadows: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     regular: bool = False
@@ -199,14 +206,15 @@ class UpdatePlan:
                 continue
             param = entry.param
             master = entry.state[entry.master_key].dtype if entry.master_key else None
-            amsgrad = "max_exp_avg_sq" in entry.state
+            moments = [entry.state[key].dtype for key in _moment_keys(entry)]
+            storage = (*moments, "max_exp_avg_sq" in entry.state, entry.rounding, entry.dither is None)
             seen[id(param)] = occurrence = seen.get(id(param), -1) + 1
             shadow = shadow_of(self._locals[index])
             if shadow is not None:
                 self.shadows.append((param, shadow))
             grad_dtype = local_grads[index].dtype  # type: ignore[union-attr]
             dtypes = (param.dtype, grad_dtype, master, shadow and shadow.values.dtype)
-            key = (entry.group_index, occurrence, param.device, *dtypes, amsgrad, entry.steps.device)
+            key = (entry.group_index, occurrence, param.device, *dtypes, *storage, entry.steps.device)
             members.setdefault(key, []).append(index)
         return [self._bucket(indices, local_grads) for indices in members.values()]
 
@@ -216,23 +224,33 @@ class UpdatePlan:
         def states(key: str) -> list[Tensor]:
             return [local_tensor(entry.state[key]) for entry in entries if key in entry.state]
 
+        exp_avg, exp_avg_sq = _moment_keys(entries[0])
+        dither = [entry.dither for entry in entries if entry.dither is not None]
         bucket = Bucket(
             group_index=entries[0].group_index,
             device=entries[0].param.device,
             members=indices,
             params=[self._locals[i] for i in indices],
-            exp_avgs=states("exp_avg"),
-            exp_avg_sqs=states("exp_avg_sq"),
+            exp_avgs=states(exp_avg),
+            exp_avg_sqs=states(exp_avg_sq),
             max_exp_avg_sqs=states("max_exp_avg_sq"),
             masters=[local_tensor(entry.state[entry.master_key]) for entry in entries if entry.master_key],
             steps=entries[0].steps,
             step_index=torch.tensor([entry.step_position for entry in entries], dtype=torch.int64),
+            block_words=states("block_words"),
+            dither=torch.tensor(dither, dtype=torch.int64) if dither else None,
+            rounding=entries[0].rounding,
             shadows=[shadow.values for i in indices if (shadow := shadow_of(self._locals[i])) is not None],
         )
         lists = (bucket.params, bucket.exp_avgs, bucket.exp_avg_sqs, bucket.max_exp_avg_sqs, bucket.masters)
         grads = [local_grads[i] for i in indices]
         bucket.regular = all(tensor.is_contiguous() for tensors in (*lists, grads) for tensor in tensors)  # type: ignore[union-attr]
         return bucket
+
+
+def _moment_keys(entry: Entry) -> tuple[str, str]:
+    """The state's keys of what the op takes as exp_avgs and exp_avg_sqs."""
+    return ("exp_avg_codes", "exp_avg_sq_codes") if "exp_avg_codes" in entry.state else ("exp_avg", "exp_avg_sq")
 
 
 def _formats(params: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device]]:

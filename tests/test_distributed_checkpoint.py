@@ -358,6 +358,7 @@ def from_torch_in_bf16() -> None:
     given_steps(model, theirs, range(3))
     ours = FusedShardedAdamW(model.parameters(), lr=0.5)
     ours.load_state_dict(theirs.state_dict())
+    ours.init_states()  # converts, as the next step would
     for param in model.parameters():
         for key in ("exp_avg", "exp_avg_sq"):
             assert theirs.state[param][key].dtype == torch.bfloat16

@@ -16,7 +16,13 @@ import shardops
 ROOT = Path(shardops.__file__).parent
 
 # From the bottom up; a module imports its own layer and those below. Whatever is not named is the public API, on top.
-LAYERS = (("backends",), ("ops",), ("plan", "collectives", "gradients", "shadow"), ("optim",), ("integrations",))
+LAYERS = (
+    ("backends",),
+    ("ops",),
+    ("plan", "collectives", "reductions", "gradients", "shadow"),
+    ("optim",),
+    ("integrations",),
+)
 # Below them all, and importing nothing of the package: integers, and the compiled host module.
 LEAVES = ("layout", "_host")
 LOW = (*LEAVES, "backends", "ops")

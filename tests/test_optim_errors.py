@@ -46,7 +46,11 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"differentiable is True; .* autograd cannot follow: use torch\.optim\.Adam",
     ),
-    ({"master_weights": "split16"}, ValueError, "master_weights is 'split16'; it is one of 'auto', 'split32', 'fp32'"),
+    (
+        {"master_weights": "split16"},
+        ValueError,
+        "master_weights is 'split16'; it is one of 'auto', 'split32', 'split24', 'fp32', 'stochastic', 'none'",
+    ),
     ({"state_dtype": torch.float64}, ValueError, r"state_dtype is .*float64.*; it is torch\.float32"),
     ({"state_dtype": "int4"}, ValueError, r"state_dtype is 'int4'; it is torch\.float32"),
     ({"max_grad_norm": -1.0}, ValueError, r"max_grad_norm is -1\.0; it is at least 0, or None for no clipping"),

@@ -183,7 +183,8 @@ def test_data_replaced_under_the_same_parameter(backend: str) -> None:
 def test_states_follow_a_parameter_that_was_moved() -> None:
     """There is one real device here: the meta device stands for the other."""
     state: dict[str, Any] = {"step": torch.zeros(()), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
-    checkpoint.complete_state(torch.ones(2, device="meta"), state, {"master_weights": "auto", "amsgrad": False})
+    group = {"master_weights": "auto", "state_dtype": "float32", "amsgrad": False}
+    checkpoint.complete_state(torch.ones(2, device="meta"), state, group, 0, is_offloaded=False)
     assert state["exp_avg"].device.type == state["exp_avg_sq"].device.type == "meta"
     assert state["step"].device.type == "cpu"
 

@@ -6,7 +6,6 @@ The optimizer validates options, keeps states and counts steps; ``plan.py`` make
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +14,20 @@ from torch import Tensor
 
 from ..ops import _registry
 from ..plan import UpdatePlan
-from . import attachers, checkpoint, clipping, fp32_state
-from .launch import launch
-from .options import check_group, check_max_grad_norm, state_dtype_name
+from . import attachers, checkpoint, clipping, fp32_state, masters
+from .launch import check_graph_capture, launch_all
+from .offload import BUCKET_BYTES, StateOffload
+from .options import check_group, check_max_grad_norm, check_offload, check_seed, state_dtype_name
 from .tracking import Tracker
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from .release import GradientRelease
+
 logger = logging.getLogger("shardops")
+# Options that are one for all groups.
+_OWN = ("seed", "offload_state", "offload_bucket_bytes", "backend")
 
 
 class FusedShardedAdam(torch.optim.Optimizer):
@@ -34,7 +38,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
 
     Args:
         params: parameters, named parameters, or param groups; each group may have its own options but
-            ``max_grad_norm``, ``process_group`` and ``backend``.
+            ``max_grad_norm``, ``process_group``, ``seed``, ``offload_state``, ``offload_bucket_bytes`` and ``backend``.
         lr: learning rate; a float, or a tensor of one element that a scheduler writes in place. Re-read each step.
         betas: decay rates of the two moments, in [0, 1).
         eps: added to the denominator.
@@ -45,10 +49,16 @@ class FusedShardedAdam(torch.optim.Optimizer):
         capturable: step counters live on the parameters' device, for CUDA graphs.
         differentiable: True raises: kernels update in place.
         decoupled_weight_decay: AdamW.
-        master_weights: ``"auto"``: float32 parameters are their own master, bfloat16 ones are completed to an exact
-            float32 by a 16-bit remainder ("split32"), float16 ones get a float32 copy ("fp32"). ``"split32"``,
-            ``"fp32"``: that storage for low-precision parameters.
-        state_dtype: of the moments: ``torch.float32``.
+        master_weights: of low-precision parameters; float32 ones are their own. ``"split32"``: a 16-bit remainder
+            completes a bfloat16 parameter to an exact float32. ``"split24"``: an 8-bit one to its upper 24 bits, the
+            last of them dithered. ``"fp32"``: a float32 copy. ``"stochastic"``: no master; the bfloat16 parameter is
+            rounded stochastically. ``"none"``: no master; rounded to nearest, so that small updates are lost.
+            ``"auto"``: "split32" for bfloat16, "fp32" for float16.
+        state_dtype: of the moments: ``torch.float32``; ``torch.bfloat16``, dithered; or ``"int8"``: two bytes and a
+            sixteenth for both, in blocks of 128 within a row. Under "int8", parameters of less than 4,096 elements or
+            with rows shorter than 128 keep float32 moments, and a step with gradients that are not finite, or whose
+            squares may not be (a norm, once clipped, above 1.8e19), is skipped and counted: the norm is computed for
+            that, with or without clipping. See docs/precision.md.
         max_grad_norm: clip the global gradient norm (as ``torch.nn.utils.clip_grad_norm_``) inside the step. ``.grad``
             stays as it is. None: no clipping. :func:`shardops.share_grad_norm` makes one norm of several optimizers'.
         process_group: for ``max_grad_norm``. Over FSDP1 parameters: the group that they are sharded over (all others
@@ -56,11 +66,16 @@ class FusedShardedAdam(torch.optim.Optimizer):
             give it there. Without any: the group whose ranks hold different parameters (pipeline stages, experts) or
             different parts of plain ones, as ``group`` of :func:`shardops.grad_norm`; None: plain parameters are whole
             on every rank, and DTensors know their own groups.
+        seed: of the dither, together with a parameter's index in the optimizer. What a state was begun with is saved
+            with it.
+        offload_state: ``"cpu"``: states of parameters on a GPU are in pinned host memory, and streamed through the step
+            by ``offload_bucket_bytes`` of its memory. Not in CUDA graphs. Synchronise before reading ``state`` itself.
         backend: of the kernels: ``"cpp"``, ``"triton"``, ``"reference"``; None: the best available one. A name never
             falls back.
 
     Attributes:
-        last_grad_norm: float32 device scalar, the norm that the last step clipped by (unscaled); None before.
+        last_grad_norm: float32 device scalar, the norm (unscaled) that the last step clipped by, or under "int8" looked
+            at; None before.
         last_found_inf: float32 device scalar, 1 if the last step was skipped for non-finite gradients; None before.
         skipped_steps: float32 device scalar, steps skipped so far.
 
@@ -89,9 +104,12 @@ class FusedShardedAdam(torch.optim.Optimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         master_weights: str = "auto",
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
         max_grad_norm: float | None = None,
         process_group: ProcessGroup | None = None,
+        seed: int = 0,
+        offload_state: str | None = None,
+        offload_bucket_bytes: int = BUCKET_BYTES,
         backend: str | None = None,
     ) -> None:
         defaults = {
@@ -111,11 +129,15 @@ class FusedShardedAdam(torch.optim.Optimizer):
         }
         check_group(defaults)
         check_max_grad_norm(max_grad_norm)
+        check_seed(seed)
+        check_offload(offload_state, offload_bucket_bytes)
         _registry.check_backend(backend)
         if foreach is not None or fused is not None:
             logger.debug("foreach and fused have no effect: the step is one fused kernel over all parameters")
         self.max_grad_norm = max_grad_norm
         self.process_group = process_group
+        self.seed = int(seed)
+        self.offload_state, self.offload_bucket_bytes = offload_state, int(offload_bucket_bytes)
         self.backend = backend
         self._reset()
         super().__init__(params, defaults)
@@ -131,6 +153,8 @@ class FusedShardedAdam(torch.optim.Optimizer):
         # Where an integration knows it: the group that an FSDP1 parameter is sharded over, None for a whole one.
         self._shard_group_of: clipping.GroupOf | None = None
         self._shared_norm: clipping.SharedNorm | None = None
+        self._release: GradientRelease | None = None  # steps the parameters in backward
+        self._offload = StateOffload(self.offload_bucket_bytes) if self.offload_state == "cpu" else None
         self.last_grad_norm: Tensor | None = None
         self.last_found_inf: Tensor | None = None
         self._skipped: Tensor | None = None
@@ -148,19 +172,22 @@ class FusedShardedAdam(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # A process group cannot be copied or pickled; the copy takes the default one.
         self._tracker.follow_writes(self)
-        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "backend": self.backend}
+        own = {name: getattr(self, name) for name in ("max_grad_norm", *_OWN)}
+        return {**super().__getstate__(), **own}
 
     def __copy__(self) -> FusedShardedAdam:
         # A shallow copy shares groups and states, as torch's; so it shares what we know of the parameters' writers.
         copy = self.__class__.__new__(self.__class__)
         copy.__setstate__(self.__getstate__())
         copy.process_group, copy._tracker.versions = self.process_group, self._tracker.versions
-        copy._shard_group_of = self._shard_group_of
+        copy._shard_group_of, copy._offload = self._shard_group_of, self._offload
         return copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "process_group" not in self.__dict__:  # a copy or an unpickled optimizer, not load_state_dict
             self.process_group = None
+            self.offload_state = state.get("offload_state")
+            self.offload_bucket_bytes = state.get("offload_bucket_bytes", BUCKET_BYTES)
             self._reset()
         super().__setstate__(state)
         self._tracker.forget_plan()
@@ -176,7 +203,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group is a {type(param_group).__name__}; it is a dict with the key 'params'")
-        for name in ("max_grad_norm", "process_group", "backend"):
+        for name in ("max_grad_norm", "process_group", *_OWN):
             if name in param_group:
                 raise ValueError(
                     f"a param group has {name}={param_group[name]!r}, which is one for all groups; "
@@ -210,7 +237,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             if any(p is param for p in group["params"]):
                 self._tracker.follow_writes(self)
-                return fp32_state.master_of(param, self.state.get(param, {}))
+                return masters.master_of(param, self.state.get(param, {}))
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} is not one of this optimizer's; pass one it was built with"
         )
@@ -240,59 +267,56 @@ class FusedShardedAdam(torch.optim.Optimizer):
         Raises:
             TypeError, ValueError: a gradient that does not fit its parameter; nothing is written then.
         """
-        _check_graph_capture(self)
+        check_graph_capture(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._is_state_initialisation():
+        if checkpoint.is_state_initialisation(self):
             self.init_states()
+            return loss
+        if self._release is not None:
+            self._release.close()
             return loss
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Any = getattr(self, "found_inf", None)
         if isinstance(found_inf, int):  # GradScaler's sum over no gradients at all
             found_inf = torch.full_like(self.skipped_steps, found_inf)
-        plan, grads, buckets = self._tracker.buckets(self, use_device_steps=found_inf is not None)
+        # In codes one value that is not finite would spoil its whole block.
+        is_guarded = any(group["state_dtype"] == "int8" for group in self.param_groups)
+        may_be_skipped = found_inf is not None or is_guarded
+        plan, grads, buckets = self._tracker.buckets(self, use_device_steps=may_be_skipped)
         try:
             self._tracker.refresh_masters()
             coefficient = None
-            if self.max_grad_norm is not None:
-                coefficient = self._clip_coefficient(plan, grad_scale)
-                if found_inf is not None and self._shared_norm is not None:  # others' gradients reach us through it
-                    found_inf = found_inf + (~self.last_grad_norm.isfinite()).to(found_inf)  # type: ignore[union-attr]
-            for bucket in buckets:
-                launch(self, bucket, coefficient, grad_scale, found_inf)
+            if self.max_grad_norm is not None or is_guarded:
+                self.last_grad_norm = self._grad_norm(plan, grad_scale)
+                coefficient = self._clip_coefficient(self.last_grad_norm)
+                # A shared norm: others' gradients reach us through it.
+                if is_guarded or (found_inf is not None and self._shared_norm is not None):
+                    largest = self.last_grad_norm  # that an element can be
+                    if is_guarded:  # exp_avg_sq takes its square
+                        largest = (largest if coefficient is None else largest * coefficient).square()
+                    is_infinite = (~largest.isfinite()).float()
+                    found_inf = is_infinite if found_inf is None else found_inf + is_infinite.to(found_inf)
+            launch_all(self, buckets, coefficient, grad_scale, found_inf)
             self._tracker.record_writes(
                 [entry.param for entry, grad in zip(plan.entries, grads, strict=True) if grad is not None],
-                may_be_skipped=found_inf is not None,
+                may_be_skipped=may_be_skipped,
             )
         finally:
             plan.release_grads()
         self._count_skipped(found_inf)
         return loss
 
-    def _is_state_initialisation(self) -> bool:
-        """Whether torch.distributed.checkpoint runs a step only to have states made (get_optimizer_state_dict).
-
-        It sets zero gradients and lr 0 and calls ``step``; a real step would count as one and move the moments under
-        weight decay. Values alone cannot tell it from a warm-up's first step, and ranks must agree: hence the caller.
-        """
-        if self.state or not all(_is_zero(group["lr"]) for group in self.param_groups):
-            return False
-        frame = sys._getframe()
-        while frame := frame.f_back:  # type: ignore[assignment]
-            if frame.f_code.co_name == "_init_optim_state":
-                return bool(frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"))
-        return False
-
-    def _clip_coefficient(self, plan: UpdatePlan, grad_scale: Tensor | None) -> Tensor:
-        """The factor for gradients, as a device scalar: ``clamp(max_grad_norm / (norm + 1e-6), max=1)`` as in torch."""
-        assert self.max_grad_norm is not None
+    def _grad_norm(self, plan: UpdatePlan, grad_scale: Tensor | None) -> Tensor:
+        """The global norm of the unscaled gradients, as a device scalar."""
         norm = clipping.grad_norm(self, plan, is_scaled=grad_scale is not None)
-        if grad_scale is not None:
-            norm = norm / grad_scale.to(norm.device).reshape(())
-        self.last_grad_norm = norm
-        return torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
+        return norm if grad_scale is None else norm / grad_scale.to(norm.device).reshape(())
+
+    def _clip_coefficient(self, norm: Tensor) -> Tensor | None:
+        """The factor for gradients, as a device scalar: ``clamp(max_grad_norm / (norm + 1e-6), max=1)`` as in torch."""
+        return None if self.max_grad_norm is None else torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
 
     def _count_skipped(self, found_inf: Tensor | None) -> None:
         if found_inf is None:
@@ -303,10 +327,22 @@ class FusedShardedAdam(torch.optim.Optimizer):
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """As torch. Under FSDP1, remainders are given as the fp32 masters they stand for (see ``checkpoint``)."""
+    def state_dict(self, precision: str = "stored") -> dict[str, Any]:
+        """As torch.
+
+        Args:
+            precision: ``"stored"``: states as they are stored, bit for bit, sharded along dim 0 or not; 8-bit codes of
+                parameters sharded otherwise (tensor parallel on another dim, FSDP1) as float32 moments, and FSDP1's
+                remainders as float32 masters. ``"float32"``: moments in float32, for torch.optim.AdamW and others, and
+                ``master_param`` in place of remainders.
+
+        Raises:
+            ValueError: another precision.
+        """
+        if precision not in checkpoint.PRECISIONS:
+            raise ValueError(f"precision is {precision!r}; it is 'stored' or 'float32'")
         self._tracker.follow_writes(self)
-        return checkpoint.exported(self, super().state_dict())
+        return checkpoint.exported(self, super().state_dict(), precision)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -362,13 +398,3 @@ class FusedShardedAdam(torch.optim.Optimizer):
                 it raises.
         """
         fp32_state.load_fp32_state_dict(self, model, state_dict, strict)
-
-
-def _check_graph_capture(optimizer: Any) -> None:
-    """Runs torch's own check that a captured step is capturable, under the name it has in this version."""
-    renamed = getattr(optimizer, "_accelerator_graph_capture_health_check", None)
-    (renamed or optimizer._cuda_graph_capture_health_check)()
-
-
-def _is_zero(lr: float | Tensor) -> bool:
-    return float(lr) == 0.0 if not isinstance(lr, Tensor) or lr.device.type == "cpu" else False

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .adam import FusedShardedAdam
+from .offload import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,9 +36,12 @@ class FusedShardedAdamW(FusedShardedAdam):
         differentiable: bool = False,
         fused: bool | None = None,
         master_weights: str = "auto",
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
         max_grad_norm: float | None = None,
         process_group: ProcessGroup | None = None,
+        seed: int = 0,
+        offload_state: str | None = None,
+        offload_bucket_bytes: int = BUCKET_BYTES,
         backend: str | None = None,
     ) -> None:
         super().__init__(
@@ -57,6 +61,9 @@ class FusedShardedAdamW(FusedShardedAdam):
             state_dtype=state_dtype,
             max_grad_norm=max_grad_norm,
             process_group=process_group,
+            seed=seed,
+            offload_state=offload_state,
+            offload_bucket_bytes=offload_bucket_bytes,
             backend=backend,
         )
 

@@ -17,7 +17,7 @@ from ..collectives import NormLayout
 from ..gradients import local_gradient
 from ..plan import UpdatePlan
 from ..shadow import Versions, versions
-from .state import is_fsdp1
+from .like import is_fsdp1
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -18,19 +18,9 @@ from ..ops._checks import FLOAT_DTYPES
 from ..plan import Entry
 from ..shadow import versions
 from .checkpoint import _distributed
-from .state import State, _split_bits, fp32_copy, is_fsdp1, join_master
+from .like import is_fsdp1
+from .masters import master_of, write_master
 from .tracking import _wants_state
-
-
-def master_of(param: Tensor, state: State) -> Tensor:
-    """The fp32 master of a parameter with this state (empty: none yet); maybe the state's tensor or the parameter."""
-    if param.dtype == torch.float32:
-        return param.detach()
-    if "master_param" in state:
-        master: Tensor = state["master_param"]
-        return master
-    is_split = "remainder" in state and param.dtype == torch.bfloat16
-    return join_master(param, state["remainder"]) if is_split else fp32_copy(param)
 
 
 @torch.no_grad()
@@ -167,18 +157,10 @@ def _write(entry: Entry, value: Tensor) -> None:
     """Parameter and master become an fp32 value, the parameter rounded as the step rounds it."""
     if hasattr(entry.param, "_local_tensor") and not hasattr(value, "_local_tensor"):
         value = _distributed(entry.param, value)
-    # In place: FSDP2's gathers and captured CUDA graphs hold these addresses. Through the local tensor itself, whose
-    # version counter shadows look at; an alias below autograd has its own.
-    param = local_tensor(entry.param)
-    master = local_tensor(value.detach()).to(param.device, torch.float32)
-    if entry.master_key == "remainder":
-        high, low = _split_bits(master)
-        param.copy_(high.view(torch.bfloat16))
-        local_tensor(entry.state["remainder"]).copy_(low.view(torch.bfloat16))
-        return
-    param.copy_(master)
-    if entry.master_key is not None:
-        local_tensor(entry.state[entry.master_key]).copy_(master)
+    # In place: FSDP2's gathers and captured CUDA graphs hold these addresses.
+    write_master(
+        entry.param, entry.state, local_tensor(value.detach()).to(local_tensor(entry.param).device, torch.float32)
+    )
 
 
 def _record(tracker: Any, params: list[Tensor]) -> None:

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from torch import Tensor
 
 from .. import ops
 from ..ops import _registry
 from ..plan import Bucket
+
+# By the op's number.
+_ROUNDINGS: tuple[Literal["nearest", "stochastic"] | None, ...] = (None, "nearest", "stochastic")
+
+
+def launch_all(
+    optimizer: Any,
+    buckets: Sequence[Bucket],
+    coefficient: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Updates buckets, with states that are streamed from the host if the optimizer keeps them there."""
+
+    def run(bucket: Bucket) -> None:
+        launch(optimizer, bucket, coefficient, grad_scale, found_inf)
+
+    if optimizer._offload is not None:
+        optimizer._offload.run(buckets, run)
+        return
+    for bucket in buckets:
+        run(bucket)
 
 
 def launch(
@@ -41,8 +64,11 @@ def launch(
             bucket.max_exp_avg_sqs,
             bucket.masters,
             bucket.shadows,
+            bucket.block_words,
             bucket.steps,
             bucket.step_index,
+            bucket.dither,
+            bucket.rounding,
             lr,
             beta1,
             beta2,
@@ -72,7 +98,10 @@ def launch(
         max_exp_avg_sqs=bucket.max_exp_avg_sqs,
         masters=bucket.masters,
         shadows=bucket.shadows,
+        block_words=bucket.block_words,
         step_index=bucket.step_index,
+        dither=bucket.dither,
+        rounding=_ROUNDINGS[bucket.rounding],
         clip_coef=clip_coef,
         grad_scale=grad_scale,
         found_inf=found_inf,
@@ -81,5 +110,11 @@ def launch(
 
 
 def _beside(scalar: Tensor | None, bucket: Bucket) -> Tensor | None:
-    """A scalar on the bucket's device, without a sync."""
-    return None if scalar is None else scalar.to(bucket.device, non_blocking=True)
+    """A scalar on the bucket's device, without a sync; to the host with one, since a kernel there reads it at once."""
+    return None if scalar is None else scalar.to(bucket.device, non_blocking=bucket.device.type != "cpu")
+
+
+def check_graph_capture(optimizer: Any) -> None:
+    """Runs torch's own check that a captured step is capturable, under the name it has in this version."""
+    renamed = getattr(optimizer, "_accelerator_graph_capture_health_check", None)
+    (renamed or optimizer._cuda_graph_capture_health_check)()

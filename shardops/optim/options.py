@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .state import MASTER_WEIGHTS, PARAM_DTYPES
-
-STATE_DTYPES = ("float32",)
+from .masters import BFLOAT16_ONLY, MASTER_WEIGHTS
+from .moments import STATE_DTYPES
+from .state import PARAM_DTYPES
 
 
 def state_dtype_name(state_dtype: Any) -> Any:
@@ -59,7 +59,10 @@ def check_group(group: Mapping[str, Any], params: Sequence[Any] = ()) -> None:
             f"master_weights is {group['master_weights']!r}; it is one of {', '.join(map(repr, MASTER_WEIGHTS))}"
         )
     if state_dtype_name(group["state_dtype"]) not in STATE_DTYPES:
-        raise ValueError(f"state_dtype is {group['state_dtype']!r}; it is torch.float32")
+        raise ValueError(
+            f"state_dtype is {group['state_dtype']!r}; it is torch.float32, torch.bfloat16, or 'int8' for "
+            "block-quantised moments"
+        )
     for index, param in enumerate(params):
         _check_param(f"parameter {index}", param, group)
 
@@ -87,16 +90,32 @@ def _check_param(label: str, param: Any, group: Mapping[str, Any]) -> None:
             f"{label} has strides {param.stride()}: several of its elements are one (an expanded tensor); "
             "make it a tensor of its own with .clone()"
         )
-    if group["master_weights"] == "split32" and param.dtype == torch.float16:
+    if group["master_weights"] in BFLOAT16_ONLY and param.dtype == torch.float16:
         raise ValueError(
-            f"master_weights is 'split32' and {label} is float16; a 16-bit remainder completes bfloat16 only: "
-            "use 'auto' or 'fp32'"
+            f"master_weights is {group['master_weights']!r} and {label} is float16; remainders complete, and "
+            "stochastic rounding rounds to, bfloat16 only: use 'auto' or 'fp32'"
         )
     if any(placement.is_partial() for placement in getattr(param, "placements", ())):
         raise ValueError(
             f"{label} has placements {param.placements}; a pending sum cannot be stepped: "  # type: ignore[attr-defined]
             "redistribute it to Shard or Replicate"
         )
+
+
+def check_seed(seed: Any) -> None:
+    """Raises unless it is an integer."""
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):  # numpy's integers too
+        raise TypeError(f"seed is {seed!r}; it is an integer, from which each parameter's dither follows")
+
+
+def check_offload(offload_state: Any, offload_bucket_bytes: Any) -> None:
+    """Raises unless these are None or "cpu", and a positive number of bytes."""
+    if offload_state not in (None, "cpu"):
+        raise ValueError(f"offload_state is {offload_state!r}; it is 'cpu', or None for states beside the parameters")
+    if isinstance(offload_bucket_bytes, bool) or not hasattr(offload_bucket_bytes, "__index__"):
+        raise TypeError(f"offload_bucket_bytes is {offload_bucket_bytes!r}; it is a number of bytes, as 256 << 20")
+    if offload_bucket_bytes < 1:
+        raise ValueError(f"offload_bucket_bytes is {offload_bucket_bytes}; it is at least 1")
 
 
 def check_max_grad_norm(max_grad_norm: Any) -> None:

@@ -7,7 +7,8 @@ step over many small parameters is mostly host time.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
@@ -18,15 +19,10 @@ from ..collectives import local_tensor
 from ..plan import Bucket, Entry, StalePlanError, UpdatePlan
 from ..shadow import Versions, shadow_of, versions
 from . import attachers, checkpoint
-from .state import (
-    StepCounters,
-    adopt_master,
-    create_state,
-    master_key,
-    master_storage,
-    refresh_master,
-    refresh_master_if,
-)
+from .elements import dither_row, salt_of
+from .masters import KEYS, adopt_master, master_storage, refresh_master, refresh_master_if, rounding
+from .offload import StateOffload
+from .state import StepCounters, create_state
 from .writers import fingerprint, follow_other_optimizers
 
 try:
@@ -41,12 +37,28 @@ except ImportError:  # built without a compiler
         )
 
 
+@dataclass
+class Part:
+    """Some of a plan's entries, to be stepped without a look at the others.
+
+    Attributes:
+        plan: over these entries only.
+        indices: of them among the whole plan's entries.
+        positions: of them among the optimizer's parameters.
+    """
+
+    plan: UpdatePlan
+    indices: list[int]
+    positions: list[int]
+
+
 class Tracker:
     """One optimizer's plan, step counters and knowledge of who wrote its parameters last.
 
     Attributes:
         versions: position of a parameter in the optimizer -> its versions after our last write. A parameter that is
             not in it was loaded together with its state.
+        is_attached: whether a part had integrations look at the parameters since :meth:`plan` was called.
     """
 
     def __init__(self) -> None:
@@ -65,10 +77,15 @@ class Tracker:
         self._without_state: list[Tensor] = []
         self._positions: list[int] = []  # of the plan's entries among the parameters
         self._with_master: dict[int, list[tuple[Entry, int]]] = {}  # by id of the parameter
+        self._indices: dict[int, list[int]] = {}  # of the plan's entries, likewise
+        # What integrations do before buckets are built, and whether they have since plan() was called.
+        self._attach: Callable[[], None] = lambda: None
+        self.is_attached = False
         self._states: list[dict[str, Any]] = []
         self._state_items: list[dict[str, Any]] = []
         self._all_states: list[Any] = []
         self._device_steps = False
+        self._offload: StateOffload | None = None  # has states on the host, perhaps still on their way there
 
     def forget_plan(self) -> None:
         """The next step makes a new plan."""
@@ -93,10 +110,33 @@ class Tracker:
         """
         if self._plan is None or not self._is_current(optimizer, use_device_steps):
             self._plan = self._make(optimizer, use_device_steps)
+        self.is_attached = False
         return self._plan
+
+    def part(self, params: Iterable[Tensor]) -> Part:
+        """The entries of these parameters, of the plan that :meth:`plan` has just given.
+
+        However many parts are built anew, integrations look at the parameters once.
+        """
+        assert self._plan is not None
+        indices = sorted(index for param in params for index in self._indices.get(id(param), ()))
+        entries = [self._plan.entries[index] for index in indices]
+        return Part(UpdatePlan(entries, self._attach_once), indices, [self._positions[index] for index in indices])
+
+    def _attach_once(self) -> None:
+        if not self.is_attached:
+            self._attach()
+            self.is_attached = True
+
+    def _synchronize(self) -> None:
+        """Before states are read or written other than by a launch."""
+        if self._offload is not None:
+            self._offload.synchronize()
 
     def _make(self, optimizer: Any, use_device_steps: bool) -> UpdatePlan:
         params = [(i, param) for i, group in enumerate(optimizer.param_groups) for param in group["params"]]
+        self._offload = optimizer._offload
+        self._synchronize()
         homes = []
         kept = []
         self._without_state = []
@@ -107,23 +147,28 @@ class Tracker:
                 continue
             state = optimizer.state[param]
             if not state:
-                state.update(create_state(param, group))
+                state.update(create_state(param, group, salt_of(optimizer.seed, position)))
                 self.versions[position] = versions(param)
             else:
-                checkpoint.complete_state(param, state, group)
+                salt = salt_of(optimizer.seed, position)
+                checkpoint.complete_state(param, state, group, salt, is_offloaded=self._offload is not None)
+            if self._offload is not None:
+                self._offload.keep(param, state)
             on_device = group["capturable"] or use_device_steps
             homes.append((state, param.device if on_device else torch.device("cpu")))
             kept.append((group_index, param, position))
         self._counters.bind(homes)
         entries = []
         for (group_index, param, _), (state, home) in zip(kept, homes, strict=True):
-            storage = master_storage(param, optimizer.param_groups[group_index])
+            group = optimizer.param_groups[group_index]
             entries.append(
                 Entry(
                     param=param,
                     group_index=group_index,
                     state=state,
-                    master_key=master_key(storage),
+                    master_key=KEYS[master_storage(param, group)],
+                    rounding=rounding(param, group),
+                    dither=dither_row(param, state),
                     steps=self._counters.buffers[home],
                     step_position=self._counters.position(state["step"]),
                 )
@@ -132,7 +177,9 @@ class Tracker:
         self._params = [param for _, param in params]
         self._positions = [position for *_, position in kept]
         self._with_master = {}
-        for entry, position in zip(entries, self._positions, strict=True):
+        self._indices = {}
+        for index, (entry, position) in enumerate(zip(entries, self._positions, strict=True)):
+            self._indices.setdefault(id(entry.param), []).append(index)
             if entry.master_key is not None:
                 self._with_master.setdefault(id(entry.param), []).append((entry, position))
         self._states = [entry.state for entry in entries]
@@ -141,7 +188,8 @@ class Tracker:
         self._device_steps = use_device_steps
         if any(hasattr(param, "_local_tensor") for param in self._params):
             follow_other_optimizers()
-        return UpdatePlan(entries, before_build=lambda: attachers.attach(optimizer))
+        self._attach = lambda: attachers.attach(optimizer)
+        return UpdatePlan(entries, before_build=self._attach)
 
     def _is_current(self, optimizer: Any, use_device_steps: bool) -> bool:
         """All but casts and moves of parameters, which the plan itself finds when it looks at the gradients."""
@@ -160,6 +208,7 @@ class Tracker:
     @torch.no_grad()
     def follow_writes(self, optimizer: Any) -> None:
         """Before anyone reads masters between steps."""
+        self._synchronize()
         if self._plan is not None:
             if self._plan.is_stale():
                 self._plan = self._make(optimizer, self._device_steps)
@@ -168,6 +217,7 @@ class Tracker:
     @torch.no_grad()
     def refresh_all(self, optimizer: Any) -> None:
         """Takes all parameters for written by somebody else."""
+        self._synchronize()
         for entry in self.plan(optimizer, self._device_steps).entries:
             refresh_master(entry.param, entry.state)
         self._exposed.clear()
@@ -176,20 +226,25 @@ class Tracker:
             if shadow is not None:
                 shadow.written = None
 
-    def refresh_masters(self, before_step: bool = True) -> None:
+    def refresh_masters(self, before_step: bool = True, part: Part | None = None) -> None:
         """Masters of parameters that somebody else wrote since our last step follow the parameter.
 
         A parameter without recorded versions was just loaded together with its state: the two belong together, except
         for elements of an fp32 master that do not round to the parameter's. Only a step tells (``before_step``): until
         then weights may still be loaded, in place too.
+
+        Args:
+            before_step: a step follows.
+            part: only its parameters are looked at.
         """
-        assert self._plan is not None
-        for entry, position in zip(self._plan.entries, self._positions, strict=True):
+        for entry, position in self._members(part):
             if entry.master_key is None:
                 continue
             written = self.versions.get(position)
             exposed = self._exposed.pop(position, None)
             is_written_late = self._is_written_late(entry, position)
+            if written != versions(entry.param) or exposed is not None or is_written_late:
+                self._synchronize()
             if written is None:
                 if before_step:
                     adopt_master(entry.param, entry.state)
@@ -205,6 +260,13 @@ class Tracker:
                 refresh_master(entry.param, entry.state)
             if position in self._aliases:
                 self._masters_then[position] = versions(entry.state[entry.master_key])
+
+    def _members(self, part: Part | None) -> Iterable[tuple[Entry, int]]:
+        """Entries and their positions, of a part or of all."""
+        assert self._plan is not None
+        if part is None:
+            return zip(self._plan.entries, self._positions, strict=True)
+        return zip(part.plan.entries, part.positions, strict=True)
 
     def _is_written_late(self, entry: Entry, position: int) -> bool:
         """Whether what a state dict holds was written since we last looked, and the master was not, together with it.
@@ -226,6 +288,7 @@ class Tracker:
 
         Whether they have been is found out when their masters are next needed.
         """
+        self._synchronize()
         for param in params if self._plan is not None else ():
             for entry, position in self._with_master.get(id(param), ()):
                 if position not in self._exposed:
@@ -239,7 +302,7 @@ class Tracker:
             counted = alias.detach()  # shares the count
             self._aliases.setdefault(position, []).append((weakref.ref(alias), counted, counted._version))
 
-    def record_writes(self, updated: list[Tensor], may_be_skipped: bool) -> None:
+    def record_writes(self, updated: list[Tensor], may_be_skipped: bool, part: Part | None = None) -> None:
         """After a step that wrote these parameters, and their shadows, behind autograd's back.
 
         Bumping their version counters makes autograd's "modified by an inplace operation" errors work, as well as our
@@ -249,13 +312,15 @@ class Tracker:
             updated: the parameters that had a gradient.
             may_be_skipped: the kernel may have found gradients that are not finite and written nothing. What was not
                 equal to its parameter before is then not known to be now.
+            part: the step was of its parameters only.
         """
-        assert self._plan is not None
-        written = [pair for pair in self._plan.shadows if not may_be_skipped or pair[1].is_current(pair[0])]
+        plan = self._plan if part is None else part.plan
+        assert plan is not None
+        written = [pair for pair in plan.shadows if not may_be_skipped or pair[1].is_current(pair[0])]
         torch.autograd.graph.increment_version(updated)
         for param, shadow in written:
             shadow.written = versions(param)
-        for entry, position in zip(self._plan.entries, self._positions, strict=True):
+        for entry, position in self._members(part):
             if entry.master_key is not None:
                 self.versions[position] = versions(entry.param)
                 if position in self._aliases:

@@ -56,11 +56,12 @@ def _bump(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 @torch.no_grad()
 def fingerprint(local: Tensor) -> Tensor:
-    """Two sums over the 16-bit patterns of a tensor, one weighted by position; int64 ``[2]``.
+    """Two sums over the 16-bit (8-bit) patterns of a tensor, one weighted by position; int64 ``[2]``.
 
     Made and compared on the tensor's device, without a sync.
     """
-    patterns = local.contiguous().view(-1).view(torch.int16)
+    patterns = local.contiguous().view(-1)
+    patterns = patterns if patterns.dtype.itemsize == 1 else patterns.view(torch.int16)
     weights = torch.arange(1, min(_CHUNK, patterns.numel()) + 1, dtype=torch.int64, device=local.device)
     sums = torch.zeros(2, dtype=torch.int64, device=local.device)
     for index, chunk in enumerate(patterns.split(_CHUNK)):  # type: ignore[no-untyped-call]

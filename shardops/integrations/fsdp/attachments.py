@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...optim import FusedShardedAdam
-from ...optim.state import is_fsdp1
+from ...optim.like import is_fsdp1
 from ...shadow import Shadow, shadow_of
 from . import elision, fp32_gradients, fsdp1, hooks, torch_fsdp
 from .exposure import Exposures

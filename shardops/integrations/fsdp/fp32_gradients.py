@@ -57,6 +57,10 @@ class GroupGradients:
             and all(handle.id in found for handle, found in zip(self._handles, trainable, strict=True))
         )
 
+    def is_pending(self) -> bool:
+        """Whether a reduction's fp32 values have not all been handed out."""
+        return self._reduced is not None
+
     def release(self, user: Any = None) -> None:
         """Takes the hooks away if no optimizer but this one uses them."""
         if user is not None:
