@@ -212,6 +212,7 @@ BETWEEN = [
     ("float32, split24", "int8, split32"),
     ("int8, split24", "fp32 masters"),
     ("fp32 masters", "int8, split24"),
+    ("int8, split24", "int8, split32"),
     ("bf16, stochastic", "int8, split32"),
 ]
 
