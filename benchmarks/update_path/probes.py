@@ -103,7 +103,7 @@ def watching(model: torch.nn.Module, optimizer: Any, switch: Switch) -> Iterator
         (_fsdp_collectives, "_to_dtype_if_needed", parts.GRADIENT_CAST),
     ]
     if isinstance(optimizer, shardops.FusedShardedAdam):
-        wrapped.append((optimizer, "_clip_coefficient", parts.CLIP))
+        wrapped += [(optimizer, "_grad_norm", parts.CLIP), (optimizer, "_clip_coefficient", parts.CLIP)]
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     with contextlib.ExitStack() as stack:
         for place, name, part in wrapped:

@@ -349,7 +349,7 @@ def exported(optimizer: Any, state_dict: dict[str, Any], precision: str) -> dict
             state_dict["state"][key] = state = _in_fp32(param, state, is_plain)
             if optimizer._offload is not None:
                 optimizer._offload.keep(param, state)
-        if is_for_loading and state:
+        if is_for_loading and state and not is_plain:
             salt = torch.tensor(salt_of(optimizer.seed, position), dtype=torch.int64)
             state_dict["state"][key] = {"salt": salt, **state}
     return state_dict
