@@ -60,6 +60,23 @@ SHARDOPS_HD AdamScalars adam_scalars(const AdamOptions& options, int64_t step, f
   return scalars;
 }
 
+// In parts, for a loop that does other work between them; adam_update() puts them together. Float: float, or a register
+// of them. grad: times grad_coef, with coupled decay's penalty.
+template <typename Float>
+SHARDOPS_HD void update_moments(const AdamScalars& scalars, Float grad, Float& exp_avg, Float& exp_avg_sq) {
+  const Float base = scalars.from_grad ? grad : exp_avg;
+  exp_avg = SHARDOPS_ADD(base, SHARDOPS_MUL(scalars.exp_avg_weight, SHARDOPS_SUB(grad, exp_avg)));
+  exp_avg_sq = SHARDOPS_ADD(SHARDOPS_MUL(scalars.beta2, exp_avg_sq),
+                            SHARDOPS_MUL(SHARDOPS_MUL(scalars.grad_weight, grad), grad));
+}
+
+// decayed: the master after decoupled decay. root: the square root of exp_avg_sq or max_exp_avg_sq.
+template <typename Float>
+SHARDOPS_HD Float updated_master(const AdamScalars& scalars, Float decayed, Float exp_avg, Float root) {
+  const Float denominator = SHARDOPS_ADD(root, scalars.eps);
+  return SHARDOPS_SUB(decayed, SHARDOPS_MUL(scalars.step_size, SHARDOPS_DIV(exp_avg, denominator)));
+}
+
 // One element: grad is fp32 and already divided by grad_scale; master, exp_avg and exp_avg_sq are updated in place.
 // kCoupled: L2 penalty (Adam) in place of decoupled decay (AdamW); kAmsgrad: max_exp_avg_sq takes exp_avg_sq's place.
 template <bool kCoupled, bool kAmsgrad>
@@ -69,11 +86,7 @@ SHARDOPS_HD void adam_update(const AdamScalars& scalars, float grad, float& mast
   grad = SHARDOPS_MUL(grad, scalars.grad_coef);
   if (kCoupled) grad = SHARDOPS_ADD(grad, SHARDOPS_MUL(scalars.coupled_decay, value));
   value = SHARDOPS_MUL(value, scalars.decay);
-
-  const float base = scalars.from_grad ? grad : exp_avg;
-  exp_avg = SHARDOPS_ADD(base, SHARDOPS_MUL(scalars.exp_avg_weight, SHARDOPS_SUB(grad, exp_avg)));
-  exp_avg_sq = SHARDOPS_ADD(SHARDOPS_MUL(scalars.beta2, exp_avg_sq),
-                            SHARDOPS_MUL(SHARDOPS_MUL(scalars.grad_weight, grad), grad));
+  update_moments(scalars, grad, exp_avg, exp_avg_sq);
 
   float second = exp_avg_sq;
   if (kAmsgrad) {
@@ -82,8 +95,7 @@ SHARDOPS_HD void adam_update(const AdamScalars& scalars, float grad, float& mast
     second = is_new ? exp_avg_sq : max_exp_avg_sq;
     max_exp_avg_sq = second;
   }
-  const float denominator = SHARDOPS_ADD(SHARDOPS_SQRT(second), scalars.eps);
-  master = SHARDOPS_SUB(value, SHARDOPS_MUL(scalars.step_size, SHARDOPS_DIV(exp_avg, denominator)));
+  master = updated_master(scalars, value, exp_avg, SHARDOPS_SQRT(second));
 }
 
 }  // namespace shardops

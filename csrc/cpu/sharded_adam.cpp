@@ -3,6 +3,7 @@
 #include "isa.h"
 
 #include "../common/split_fp32.h"
+#include "block_lanes.h"
 #include "block_loops.h"
 
 namespace shardops {
@@ -268,12 +269,24 @@ void update_blocks(Range range, int64_t begin, int64_t end) {
   const int64_t row = begin / ((columns + kBlock - 1) / kBlock);
   int64_t column = (begin - row * ((columns + kBlock - 1) / kBlock)) * kBlock;
   range.offset = row * columns + column;
+  const StepBlocks step_full = choose_step(range.format, range.tensor, range.scalars);
+  const int64_t run_blocks = step_full == nullptr ? kTileBlocks : 1;  // 1: a row's last block, which is short
   for (int64_t block = begin; block < end; range.offset += range.numel) {
     auto* first_codes = at<int8_t>(range.tensor.exp_avg, range.offset);
     auto* second_codes = at<uint8_t>(range.tensor.exp_avg_sq, range.offset);
     BlockWords* words = range.tensor.block_words + block;
     BlockRun run{};
-    for (; run.count < kTileBlocks && block < end; ++run.count, ++block) {
+    const int64_t full_blocks = (columns - column) / kBlock;
+    if (step_full != nullptr && full_blocks > 0) {
+      int64_t count = end - block < kRunBlocks ? end - block : kRunBlocks;
+      count = full_blocks < count ? full_blocks : count;
+      step_full(FullBlocks{range.tensor, range.scalars, range.dither, range.offset, count, words, dither});
+      block += count;
+      range.numel = count * kBlock;
+      column = column + range.numel < columns ? column + range.numel : 0;
+      continue;
+    }
+    for (; run.count < run_blocks && block < end; ++run.count, ++block) {
       const int64_t numel = columns - column < kBlock ? columns - column : kBlock;
       run.starts[run.count + 1] = run.starts[run.count] + numel;
       column = column + numel < columns ? column + numel : 0;
