@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from adam_modes import SPLIT24, STOCHASTIC, dither_table, mode_lists
 from reference import AdamLists, adam_lists, assert_bits_equal, ordinary, unaligned
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -34,13 +35,31 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
 def adam_arguments(lists: AdamLists, **given: Any) -> tuple[Any, ...]:
     """Arguments of the op itself, in its order."""
-    options: dict[str, Any] = {"step_index": None, "lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+    options: dict[str, Any] = {
+        "step_index": None,
+        "dither": None,
+        "rounding": 0,
+        "lr": 1e-2,
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "eps": 1e-8,
+    }
     options |= {"weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": False}
     options |= {"lr_tensor": None, "clip_coef": None, "grad_scale": None, "found_inf": None, **given}
     return (
         *(lists.params, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, lists.max_exp_avg_sqs, lists.masters),
-        *(lists.shadows, lists.steps, *options.values()),
+        *(lists.shadows, lists.block_words, lists.steps, *options.values()),
     )
+
+
+def quantised_arguments() -> tuple[Any, ...]:
+    lists = mode_lists([(2, 200), (3, 5)], 4, "int8", SPLIT24)
+    return adam_arguments(lists, dither=dither_table(lists, 4))
+
+
+def stochastic_arguments() -> tuple[Any, ...]:
+    lists = mode_lists([(7,)], 5, "bf16", STOCHASTIC)
+    return adam_arguments(lists, dither=dither_table(lists, 5), rounding=2)
 
 
 SCALARS: dict[str, Tensor] = {
@@ -75,6 +94,8 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
         adam_arguments(
             adam_lists([(5,)], 3, param_dtype=torch.float16, master="fp32"), decoupled_weight_decay=False, maximize=True
         ),
+        quantised_arguments(),
+        stochastic_arguments(),
     ],
 }
 
