@@ -245,6 +245,22 @@ def test_rows_of_any_length(moments: str, master: Master, columns: int) -> None:
         assert_backends_agree(lists, steps=3, **ADAMW, **options_of(lists, master))
 
 
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("master", [SPLIT24, SPLIT32, FP32], ids=str)
+def test_runs_of_whole_blocks(master: Master, grad_dtype: torch.dtype) -> None:
+    """What vector registers take several of: rows of one block to more than a run, cut and strided, by any scalars."""
+    for columns in (128, 384, 1152, 1300):
+        for values in (None, awkward):
+            lists = mode_lists([(3, columns), (2, columns)], 11, "int8", master, values=values, grad_dtype=grad_dtype)
+            strided = [[7, 1000, columns, 5 * columns + 3], [9, 0, 2 * columns, 2 * columns]]
+            for options in (
+                {"lr": 3e-2, "beta1": 0.4, "beta2": 0.95, "maximize": True},
+                {**ADAMW, "clip_coef": torch.tensor(0.3)},
+            ):
+                for table in (None, torch.tensor(strided)):
+                    assert_backends_agree(lists, dither=table, **options)
+
+
 @pytest.mark.parametrize("offset", [1, 2, 3, 17])
 @some_modes
 def test_unaligned_starts(backend: str, moments: str, master: Master, offset: int) -> None:

@@ -179,7 +179,7 @@ def plot_differences(runs: Runs, path: Path) -> None:
         error = 0.0 if math.isnan(spread.error) else spread.error
         right.errorbar([index + 0.2], [spread.mean], yerr=[error], fmt="o", color=color, capsize=4)
     left.set(xlabel="step", ylabel="held-out loss minus fp32's, nats a byte", title="On the way, one line a seed")
-    right.set(title="After the last step: seeds; mean ± standard error")
+    right.set(title="At the end: seeds,\nmean ± standard error")
     right.set_xticks(range(len(modes)), modes, rotation=30, ha="right")
     for axes in (left, right):
         axes.axhline(0, color="black", linewidth=0.8)
