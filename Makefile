@@ -58,7 +58,7 @@ sanitize: setup
 
 # 1.9 billion parameters in less than 15 GB of memory, where stock AdamW needs 30.
 fit-big: setup
-	$(BIN)/python examples/fit_big.py --params 1.9B --memory-cap 15GB --json runs/fit_big/1.9B.json
+	$(BIN)/python examples/fit_big.py --params 1.9B --sequence 128 --memory-cap 15GB --json runs/fit_big/1.9B.json
 
 bench: setup
 	$(BIN)/python -m pytest benchmarks -s
