@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for `import referenc
 
 # Every backend that runs in this process. A missing C++ library makes tests fail, it does not skip them.
 BACKENDS = ("reference", "cpp")
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 @pytest.fixture(params=BACKENDS)
@@ -28,6 +31,17 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
     """A folder of this run of the tests that the workers of pytest-xdist have in common, so that one does for all."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if hasattr(request.config, "workerinput") else base
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports a module of the examples; they are forgotten after the test, as their names are too common to stay."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    for path in EXAMPLES.glob("*.py"):
+        # Set first, so that what is there at the end is undone whether or not it was there before.
+        monkeypatch.setitem(sys.modules, path.stem, None)
+        del sys.modules[path.stem]
+    return importlib.import_module
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ The runs are made once, as users make them; what they measured from live tensors
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -62,17 +61,6 @@ def runs(shared_folder: Path) -> dict[str, dict[str, Any]]:
             (folder / "printed.txt").write_text(finished.stdout)
     printed = {"printed": (folder / "printed.txt").read_text()}
     return {name: json.loads((folder / f"{name}.json").read_text()) | printed for name in RUNS}
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Imports a module of the example; they are forgotten after the test, as their names are too common to stay."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    for path in EXAMPLES.glob("*.py"):
-        # Set first, so that what is there at the end is undone whether or not it was there before.
-        monkeypatch.setitem(sys.modules, path.stem, None)
-        del sys.modules[path.stem]
-    return importlib.import_module
 
 
 @pytest.fixture

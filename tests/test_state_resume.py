@@ -124,3 +124,16 @@ def test_resume_through_an_asynchronous_distributed_checkpoint(mode: Mode, tmp_p
     set_optimizer_state_dict(resumed, other, loaded["optimizer"])
     train(other, 2, first=2)
     assert_same(snapshot(other), snapshot(optimizer))
+
+
+def test_an_optimizer_that_was_pickled_without_a_seed_steps() -> None:
+    """As one from before there was dither."""
+    optimizer = FusedShardedAdamW([torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))], master_weights="split24")
+    pickled = optimizer.__getstate__()
+    del pickled["seed"]
+    again = FusedShardedAdamW.__new__(FusedShardedAdamW)
+    again.__setstate__(pickled)
+    again.param_groups[0]["params"][0].grad = torch.ones(3, dtype=torch.bfloat16)
+    again.step()
+    assert again.seed == 0
+    assert float(again.state[again.param_groups[0]["params"][0]]["step"]) == 1.0

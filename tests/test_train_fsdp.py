@@ -5,7 +5,6 @@ The runs are made once, with both optimizers in each (`--compare`), and the test
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -115,17 +114,6 @@ def test_optimizers_agree(runs: Path) -> None:
     assert torch_steps[1]["loss"] == shardops_steps[1]["loss"]
     for step, line in torch_steps.items():
         assert shardops_steps[step]["loss"] == pytest.approx(line["loss"], abs=2e-3), step
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Imports a module of the example; they are forgotten after the test, as their names are too common to stay."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    for path in EXAMPLES.glob("*.py"):
-        # Set first, so that what is there at the end is undone whether or not it was there before.
-        monkeypatch.setitem(sys.modules, path.stem, None)
-        del sys.modules[path.stem]
-    return importlib.import_module
 
 
 @pytest.fixture

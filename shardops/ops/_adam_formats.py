@@ -6,14 +6,16 @@ Shapes and dtypes only; the kernels check the same before they write, and say le
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ..backends.reference.block_quant import BLOCK, blocks_of
 from . import _checks, _library
 
-ROUNDINGS = ("nearest", "stochastic")
-BLOCK = 128  # elements of a block of quantised moments
+Rounding = Literal["nearest", "stochastic"]
+ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic")  # the op takes a position here, from 1
 _MOMENTS = {torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.int8: torch.uint8}
 _OPTIONAL = ("max_exp_avg_sqs", "masters", "shadows", "block_words")
 _DTYPES = {
@@ -68,7 +70,7 @@ def _check_moments(lists: dict[str, list[Tensor]]) -> None:
     for index, (words, param) in enumerate(zip(lists["block_words"], lists["params"], strict=is_quantised)):
         rows, numel = words.shape[0] if words.dim() == 3 else 0, param.numel()
         columns = numel // rows if rows else 0
-        if words.dim() != 3 or columns * rows != numel or (numel and words.shape[1:] != (-(-columns // BLOCK), 2)):
+        if words.dim() != 3 or columns * rows != numel or (numel and words.shape[1:] != (blocks_of(columns), 2)):
             raise ValueError(
                 f"block_words[{index}] has shape {tuple(words.shape)} for a parameter of {numel} elements; it is "
                 f"[rows, blocks, 2] with a block for every {BLOCK} elements of a row"

@@ -7,13 +7,12 @@ specified by ``backends/reference/sharded_adam.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from . import _adam_formats, _checks, _library, _registry
-from ._adam_formats import ROUNDINGS
+from ._adam_formats import ROUNDINGS, Rounding
 
 _library.define(
     "sharded_adam",
@@ -47,7 +46,7 @@ def sharded_adam(
     block_words: Sequence[Tensor] = (),
     step_index: Tensor | None = None,
     dither: Tensor | None = None,
-    rounding: Literal["nearest", "stochastic"] | None = None,
+    rounding: Rounding | None = None,
     clip_coef: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,

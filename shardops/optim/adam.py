@@ -186,6 +186,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "process_group" not in self.__dict__:  # a copy or an unpickled optimizer, not load_state_dict
             self.process_group = None
+            self.seed = state.get("seed", 0)
             self.offload_state = state.get("offload_state")
             self.offload_bucket_bytes = state.get("offload_bucket_bytes", BUCKET_BYTES)
             self._reset()

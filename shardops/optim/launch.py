@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from .. import ops
 from ..ops import _registry
+from ..ops._adam_formats import ROUNDINGS
 from ..plan import Bucket
-
-# By the op's number.
-_ROUNDINGS: tuple[Literal["nearest", "stochastic"] | None, ...] = (None, "nearest", "stochastic")
 
 
 def launch_all(
@@ -101,7 +99,7 @@ def launch(
         block_words=bucket.block_words,
         step_index=bucket.step_index,
         dither=bucket.dither,
-        rounding=_ROUNDINGS[bucket.rounding],
+        rounding=(None, *ROUNDINGS)[bucket.rounding],
         clip_coef=clip_coef,
         grad_scale=grad_scale,
         found_inf=found_inf,
