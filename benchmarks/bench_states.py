@@ -150,7 +150,7 @@ def test_peers(benchmark: Any, threads: int) -> None:
     if not contenders:
         pytest.skip("none of torchao, bitsandbytes, deepspeed is installed")
     name = "split24, int8 states"
-    contenders = {name: ours(name).step, "fp32": ours("fp32").step, **contenders}
-    times = alternate(contenders, rounds=7, warmup=2)
+    contenders |= {mode: ours(mode).step for mode in (name, "fp32", "split32, fp32 states")}
+    times = alternate(contenders, rounds=11, warmup=2)
     report(benchmark, "step beside peers", times, {}, name)
     benchmark.pedantic(contenders[name], rounds=3)
