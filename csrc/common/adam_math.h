@@ -77,25 +77,68 @@ SHARDOPS_HD Float updated_master(const AdamScalars& scalars, Float decayed, Floa
   return SHARDOPS_SUB(decayed, SHARDOPS_MUL(scalars.step_size, SHARDOPS_DIV(exp_avg, denominator)));
 }
 
+// Clips and maximises a gradient that is divided by grad_scale, and applies the decay. coupled: an L2 penalty (Adam) in
+// place of decoupled decay (AdamW).
+SHARDOPS_HD void apply_decay(const AdamScalars& scalars, bool coupled, float& grad, float& master) {
+  grad = SHARDOPS_MUL(grad, scalars.grad_coef);
+  if (coupled) grad = SHARDOPS_ADD(grad, SHARDOPS_MUL(scalars.coupled_decay, master));
+  master = SHARDOPS_MUL(master, scalars.decay);
+}
+
+// What the root is taken of: the larger one, NaN if either is. Not ||: a branch would keep a loop from being
+// vectorised.
+SHARDOPS_HD float raised_second(float exp_avg_sq, float max_exp_avg_sq) {
+  const bool is_new = (exp_avg_sq > max_exp_avg_sq) | (exp_avg_sq != exp_avg_sq);
+  return is_new ? exp_avg_sq : max_exp_avg_sq;
+}
+
 // One element: grad is fp32 and already divided by grad_scale; master, exp_avg and exp_avg_sq are updated in place.
-// kCoupled: L2 penalty (Adam) in place of decoupled decay (AdamW); kAmsgrad: max_exp_avg_sq takes exp_avg_sq's place.
+// amsgrad: max_exp_avg_sq takes exp_avg_sq's place.
+SHARDOPS_HD void adam_update(const AdamScalars& scalars, bool coupled, bool amsgrad, float grad, float& master,
+                             float& exp_avg, float& exp_avg_sq, float& max_exp_avg_sq) {
+  float value = master;
+  apply_decay(scalars, coupled, grad, value);
+  update_moments(scalars, grad, exp_avg, exp_avg_sq);
+  float second = exp_avg_sq;
+  if (amsgrad) second = max_exp_avg_sq = raised_second(exp_avg_sq, max_exp_avg_sq);
+  master = updated_master(scalars, value, exp_avg, SHARDOPS_SQRT(second));
+}
+
+// Whether updated_master_in_range() may be used for some elements.
+struct UpdateRange {
+  uint32_t smallest_first = 0xFFFFFFFFu;  // patterns less one, without the sign: zeros are above all others
+  uint32_t smallest_second = 0xFFFFFFFFu;
+  uint32_t largest_second = 0u;
+  float largest_first = 0.0f;
+
+  SHARDOPS_MEMBER void add(float exp_avg, float second) {
+    const uint32_t first_bits = (float_to_bits(exp_avg) << 1) - 1u, second_bits = float_to_bits(second);
+    smallest_first = first_bits < smallest_first ? first_bits : smallest_first;
+    smallest_second = second_bits - 1u < smallest_second ? second_bits - 1u : smallest_second;
+    largest_second = second_bits > largest_second ? second_bits : largest_second;
+    largest_first = larger_magnitude(largest_first, exp_avg);
+  }
+
+  // Then 2^-100 <= the denominator <= 2^20 + eps, and the quotient is a normal number.
+  SHARDOPS_MEMBER bool holds(const AdamScalars& scalars) const {
+    constexpr uint32_t kSmallest = 0x0D800000u;  // 2^-100
+    return smallest_first >= (kSmallest << 1) - 1u && smallest_second >= kSmallest - 1u &&
+           largest_second <= 0x53800000u /* 2^40 */ && largest_first <= 1048576.0f /* 2^20 */ &&
+           scalars.eps >= 7.888609052210118e-31f /* 2^-100 */ && scalars.eps <= 1048576.0f;
+  }
+};
+
+// updated_master() of the root of `second`, with the same bits.
+SHARDOPS_HD float updated_master_in_range(const AdamScalars& scalars, float decayed, float exp_avg, float second) {
+  const float denominator = SHARDOPS_ADD(root_in_range(second), scalars.eps);
+  return SHARDOPS_SUB(decayed, SHARDOPS_MUL(scalars.step_size, quotient_in_range(exp_avg, denominator)));
+}
+
+// For loops that are made for their options.
 template <bool kCoupled, bool kAmsgrad>
 SHARDOPS_HD void adam_update(const AdamScalars& scalars, float grad, float& master, float& exp_avg, float& exp_avg_sq,
                              float& max_exp_avg_sq) {
-  float value = master;
-  grad = SHARDOPS_MUL(grad, scalars.grad_coef);
-  if (kCoupled) grad = SHARDOPS_ADD(grad, SHARDOPS_MUL(scalars.coupled_decay, value));
-  value = SHARDOPS_MUL(value, scalars.decay);
-  update_moments(scalars, grad, exp_avg, exp_avg_sq);
-
-  float second = exp_avg_sq;
-  if (kAmsgrad) {
-    // The larger one, NaN if either is. Not ||: a branch would keep the loop from being vectorised.
-    const bool is_new = (exp_avg_sq > max_exp_avg_sq) | (exp_avg_sq != exp_avg_sq);
-    second = is_new ? exp_avg_sq : max_exp_avg_sq;
-    max_exp_avg_sq = second;
-  }
-  master = updated_master(scalars, value, exp_avg, SHARDOPS_SQRT(second));
+  adam_update(scalars, kCoupled, kAmsgrad, grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq);
 }
 
 }  // namespace shardops

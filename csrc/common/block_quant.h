@@ -78,14 +78,17 @@ SHARDOPS_HD SecondGrid second_grid(uint32_t highest, uint32_t lowest) {
   const uint32_t low = lowest >= 0u - kSmallestSecond ? grid.highest : lowest + kSmallestSecond;
   const uint32_t steps = multiply_high(grid.highest - low, 2065u) + 1u;  // 254 steps reach from highest to low
   grid.step = (steps < 9u ? 9u : steps) << kStepShift;
-  grid.inverse = static_cast<uint32_t>(SHARDOPS_DIV(281474976710656.0f, static_cast<float>(grid.step)));
+  grid.inverse = static_cast<uint32_t>(quotient_in_range(281474976710656.0f, static_cast<float>(grid.step)));
   return grid;
 }
 
-// quotient: multiply_high(grid.highest - second_bits, grid.inverse), in steps times 2^16. dither: 16 bits.
-SHARDOPS_HD uint32_t second_code(uint32_t quotient, uint32_t dither) {
-  return smaller(quotient + dither, 0xFFFFFFu) >> 16;
+// quotient: multiply_high(grid.highest - second_bits, grid.inverse), in steps times 2^16. dither: 16 bits. The code is
+// in bits 16 to 23.
+SHARDOPS_HD uint32_t second_code_16(uint32_t quotient, uint32_t dither) {
+  return smaller(quotient + dither, 0xFFFFFFu);
 }
+
+SHARDOPS_HD uint32_t second_code(uint32_t quotient, uint32_t dither) { return second_code_16(quotient, dither) >> 16; }
 
 // ---- encoding exp_avg ----
 
@@ -105,19 +108,15 @@ SHARDOPS_HD FirstScale first_scale(uint32_t largest) {
   bits = largest < kSmallestScale ? 0u : bits;
   bits = largest >= kLargestScale ? kCanonicalNan : bits;
   const float scale = bits_to_float(bits);
-  return FirstScale{bits, scale > 0.0f ? SHARDOPS_DIV(127.0f, scale) : 0.0f};
+  return FirstScale{bits, scale > 0.0f ? quotient_in_range(127.0f, scale) : 0.0f};
 }
 
 // The code in the low byte, two's complement, for a factor that is not 0; under 0, where a ratio may be NaN, codes are
 // 0.
 SHARDOPS_HD uint32_t first_code(float ratio, float factor) {
-  const float scaled = SHARDOPS_MUL(ratio, factor);
-#if defined(__CUDA_ARCH__)
-  return static_cast<uint32_t>(__float2int_rn(scaled));
-#else
-  // To an integer by an addition: every instruction set has it. |scaled| is at most 127, so its last bit is a one's.
-  return float_to_bits(SHARDOPS_ADD(scaled, 12582912.0f));
-#endif
+  // To an integer by an addition: every instruction set has it, and a GPU converts at half the pace. |scaled| is at
+  // most 127, so its last bit is a one's.
+  return float_to_bits(SHARDOPS_ADD(SHARDOPS_MUL(ratio, factor), 12582912.0f));
 }
 
 SHARDOPS_HD BlockWords block_words(const SecondGrid& grid, const FirstScale& scale) {

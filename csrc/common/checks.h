@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "../cpu/kernels.h"
+#include "formats.h"
 #include "tensor_list.h"
 
 namespace shardops {
@@ -23,9 +23,25 @@ inline Dtype to_dtype(const TensorView& tensor, const char* name) {
   }
 }
 
-inline void check_cpu(const TensorView& tensor, const char* name, int64_t index) {
-  STD_TORCH_CHECK(tensor.is_cpu(), name, "[", index, "] is not on the CPU, where this kernel runs; ",
-                  "all tensors of one call must be on one device");
+// Where a call's tensors must be. index: -1 where a device type has one device.
+struct Device {
+  int32_t type;
+  int32_t index;
+
+  bool has(const TensorView& tensor) const {
+    return tensor.device_type() == type && (index < 0 || tensor.device_index() == index);
+  }
+};
+
+inline Device cpu_device() { return Device{aoti_torch_device_type_cpu(), -1}; }
+
+inline Device device_of(const TensorView& tensor) {
+  return tensor.is_cpu() ? cpu_device() : Device{tensor.device_type(), tensor.device_index()};
+}
+
+inline void check_device(const Device& device, const TensorView& tensor, const char* name, int64_t index) {
+  STD_TORCH_CHECK(device.has(tensor), name, "[", index, "] is on another device than the call's first tensor, or than ",
+                  "this kernel runs on; all tensors of one call must be on one device");
 }
 
 // Every element once, without gaps, in some order of dimensions: a flat walk over memory visits exactly the tensor.

@@ -1,5 +1,6 @@
 // fp32 <-> bf16 and fp16, round to nearest even or, to bf16, dithered; without branches so that plain loops vectorise.
-// Denormals are exact and NaN stays NaN; nothing here depends on F16C or AVX512-BF16.
+// Denormals are exact and NaN stays NaN; nothing here depends on F16C or AVX512-BF16. A GPU has instructions for the
+// same roundings, which differ in a NaN's payload only.
 #pragma once
 
 #include "platform.h"
@@ -19,6 +20,11 @@ SHARDOPS_HD float to_float(float value) { return value; }
 SHARDOPS_HD float to_float(Bf16 value) { return bits_to_float(static_cast<uint32_t>(value.bits) << 16); }
 
 SHARDOPS_HD float to_float(Fp16 value) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
+  return result;
+#else
   // The exponent is moved from bias 15 to 127. A subnormal half is made a normal float with a known leading one,
   // which an exact subtraction then removes.
   const uint32_t sign = (value.bits & 0x8000u) << 16;
@@ -31,19 +37,27 @@ SHARDOPS_HD float to_float(Fp16 value) {
   uint32_t bits = exponent == 0x0F800000u ? infinite : normal;
   bits = exponent == 0u ? subnormal : bits;
   return bits_to_float(bits | sign);
+#endif
 }
 
 SHARDOPS_HD void from_float(float value, float& result) { result = value; }
 
 SHARDOPS_HD void from_float(float value, Bf16& result) {
+#if defined(__CUDA_ARCH__)
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));  // a NaN becomes 0x7FFF
+#else
   const uint32_t bits = float_to_bits(value);
   const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
   const uint32_t quiet = (bits >> 16) | 0x0040u;  // rounding alone could carry a NaN's payload into the sign
   const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
   result.bits = static_cast<uint16_t>(is_nan ? quiet : rounded);
+#endif
 }
 
 SHARDOPS_HD void from_float(float value, Fp16& result) {
+#if defined(__CUDA_ARCH__)
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+#else
   const uint32_t bits = float_to_bits(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7FFFFFFFu;
@@ -56,6 +70,7 @@ SHARDOPS_HD void from_float(float value, Fp16& result) {
   half = magnitude >= 0x47800000u ? 0x7C00u : half;
   half = magnitude > 0x7F800000u ? 0x7E00u : half;
   result.bits = static_cast<uint16_t>(half | sign);
+#endif
 }
 
 // Up to this magnitude a dither of 16 bits cannot make an infinity, and there is no NaN to take care of.

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "../common/low_precision.h"
+#include "../common/norm_math.h"
 
 namespace shardops {
 namespace SHARDOPS_ISA {
@@ -95,31 +96,13 @@ void sum_lanes(const float* __restrict tile, int64_t rows, float scale, const ch
   }
 }
 
-// s + c holds a sum and the rounding error made (Knuth's two-sum).
-SHARDOPS_HD void two_sum(float& sum, float& error, float term) {
-  const float total = SHARDOPS_ADD(sum, term);
-  const float added = SHARDOPS_SUB(total, sum);
-  error = SHARDOPS_ADD(SHARDOPS_SUB(sum, SHARDOPS_SUB(total, added)), SHARDOPS_SUB(term, added));
-  sum = total;
-}
-
 // Lane l takes lane l + width, for width = 128, 64, .. 1.
 void sum_tree(float* __restrict sums, float* __restrict errors) {
   for (int64_t width = kNormLanes / 2; width > 0; width /= 2) {
     for (int64_t lane = 0; lane < width; ++lane) {
-      float error;
-      two_sum(sums[lane], error, sums[lane + width]);
-      errors[lane] = SHARDOPS_ADD(SHARDOPS_ADD(errors[lane], errors[lane + width]), error);
+      take_lane(sums[lane], errors[lane], sums[lane + width], errors[lane + width]);
     }
   }
-}
-
-// 2^exponent for -1022 <= exponent <= 1023.
-double power_of_two(int64_t exponent) {
-  const uint64_t bits = static_cast<uint64_t>(exponent + 1023) << 52;
-  double value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
 }
 
 }  // namespace
@@ -140,11 +123,10 @@ double norm_block(const void* values, Dtype dtype, int64_t numel, Norm norm) {
     case Dtype::kFloat16: decode(decoded, static_cast<const Fp16*>(values), numel, rows); break;
   }
   const uint32_t largest = max_magnitude(tile, rows);
-  if (norm == Norm::kInf || largest >= 0x7F800000u || largest == 0) return bits_to_float(largest);
+  if (norm == Norm::kInf || is_norm_value(largest)) return bits_to_float(largest);
 
-  // Values become smaller than 4 in magnitude; the largest exponent's inverse would be a denormal, hence 253.
-  const int64_t exponent = (largest >> 23) < 253u ? (largest >> 23) : 253u;
-  const float scale = bits_to_float(static_cast<uint32_t>(254 - exponent) << 23);
+  const uint32_t exponent = norm_exponent(largest);
+  const float scale = norm_scale(exponent);
   alignas(64) float sums[kNormLanes];
   alignas(64) float errors[kNormLanes];
   const int64_t nbytes = kNormBlock * dtype_nbytes(dtype);
@@ -155,8 +137,7 @@ double norm_block(const void* values, Dtype dtype, int64_t numel, Norm norm) {
     sum_lanes<false>(tile, rows, scale, ahead, nbytes, sums, errors);
   }
   sum_tree(sums, errors);
-  const double total = static_cast<double>(sums[0]) + static_cast<double>(errors[0]);
-  return total * power_of_two((norm == Norm::kTwo ? 2 : 1) * (exponent - 127));
+  return norm_value(sums[0], errors[0], exponent, norm == Norm::kTwo ? 2 : 1);
 }
 
 }  // namespace SHARDOPS_ISA
