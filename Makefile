@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 # Two workers, one thread each, on the two cores that continuous integration has.
 WORKERS ?= 2
 
-SOURCES := $(shell find csrc -type f) setup.py pyproject.toml requirements-dev.txt tools/bootstrap.py
-CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
+SOURCES := $(shell find csrc -type f) setup.py pyproject.toml requirements-dev.txt tools/bootstrap.py tools/native.py
+CPP := $(shell find csrc -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh")
 
 # The triton beside torch 2.11, the oldest torch supported, in an environment of its own.
 OLD_TRITON := 3.6
