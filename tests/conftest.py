@@ -16,13 +16,18 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for `import reference`
 
+import twin
+
 # Every backend that runs in this process. A missing C++ library makes tests fail, it does not skip them.
-BACKENDS = ("reference", "cpp")
+# "cuda_twin": the CUDA kernels, compiled for the CPU (twin.py).
+BACKENDS = ("reference", "cpp", "cuda_twin")
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda_twin":
+        twin.register()
     return str(request.param)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import twin
 from reference import (
     DTYPES,
     AdamLists,
@@ -34,13 +35,16 @@ WITH_SCALARS: dict[str, Any] = {"grad_scale": torch.tensor(3.0), "clip_coef": to
 
 
 def assert_backends_agree(lists: AdamLists, steps: int = 3, **options: Any) -> AdamLists:
-    """Some steps with both; returns the lists that cpp updated."""
-    reference, cpp = lists.clone(), lists.clone()
+    """Some steps with each backend; returns the lists that cpp updated."""
+    twin.register()
+    reference = lists.clone()
+    others = {name: lists.clone() for name in ("cpp", "cuda_twin")}
     for step in range(steps):
         reference.update("reference", **options)
-        cpp.update("cpp", **options)
-        cpp.assert_same(reference, f"step {step}: ")
-    return cpp
+        for name, updated in others.items():
+            updated.update(name, **options)
+            updated.assert_same(reference, f"{name}, step {step}: ")
+    return others["cpp"]
 
 
 # ---- storages and options --------------------------------------------------------------------------------------------

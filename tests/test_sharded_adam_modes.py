@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import twin
 from adam_modes import (
     FP32,
     MASTERS,
@@ -66,13 +67,16 @@ def options_of(lists: AdamLists, master: Master, dithered: bool = True) -> dict[
 
 
 def assert_backends_agree(lists: AdamLists, steps: int = 2, **options: Any) -> AdamLists:
-    """Some steps with both; returns the lists that cpp updated."""
-    reference, cpp = lists.clone(), lists.clone()
+    """Some steps with each backend; returns the lists that cpp updated."""
+    twin.register()
+    reference = lists.clone()
+    others = {name: lists.clone() for name in ("cpp", "cuda_twin")}
     for step in range(steps):
         reference.update("reference", **options)
-        cpp.update("cpp", **options)
-        cpp.assert_same(reference, f"step {step}: ")
-    return cpp
+        for name, updated in others.items():
+            updated.update(name, **options)
+            updated.assert_same(reference, f"{name}, step {step}: ")
+    return others["cpp"]
 
 
 # ---- codecs ----------------------------------------------------------------------------------------------------------
