@@ -94,6 +94,7 @@ class UpdatePlan:
         self.entries = list(entries)
         self.shadows: list[tuple[Tensor, Shadow]] = []
         self._before_build = before_build
+        self._is_attached = False  # before_build was called for the local tensors as they are
         self._params = [entry.param for entry in self.entries]
         # DTensors' local tensors are replaced by to_empty, .to() and resharding; a plain parameter is its own.
         self._is_sharded = any(hasattr(param, "_local_tensor") for param in self._params)
@@ -108,6 +109,17 @@ class UpdatePlan:
     def is_stale(self) -> bool:
         """Whether ``module.to()`` cast or moved parameters since; it keeps the parameter objects."""
         return _formats(self._params) != self._formats
+
+    def is_attached(self) -> bool:
+        """Whether integrations have looked at the parameters as they are, so that a refresh makes no tensors."""
+        return self._is_attached and all(map(is_, map(local_tensor, self._params), self._locals))
+
+    def attach(self) -> None:
+        """Has integrations look at the parameters now, as the next refresh would."""
+        if not self.is_attached():
+            self._built_for, self._is_attached = None, False
+            self._before_build()
+            self._locals, self._is_attached = list(map(local_tensor, self._params)), True
 
     def refresh(self, grads: Sequence[Tensor | None]) -> list[Bucket]:
         """The buckets with these gradients in place; a parameter whose gradient is None is in none of them.
@@ -129,14 +141,14 @@ class UpdatePlan:
         )
         if built_for != self._built_for or built_for[2] is None or not all(map(is_, params, self._locals)):
             # The first time, after a failure, or on new local tensors; not if only other parameters have gradients.
-            is_unattached = self._built_for is None or not all(map(is_, params, self._locals))
-            self._built_for = None
+            is_attached = self._is_attached and all(map(is_, params, self._locals))
+            self._built_for, self._is_attached = None, False
             if self.is_stale():
                 raise StalePlanError
             self._check_grads(grads)
-            if is_unattached:
+            if not is_attached:
                 self._before_build()
-            self._locals = params
+            self._locals, self._is_attached = params, True
             self._buckets = self._build(grads, local_grads)
             self._norm_layout = None
             self._built_for = built_for

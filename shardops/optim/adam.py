@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..ops import _registry
-from ..plan import UpdatePlan
-from . import attachers, checkpoint, clipping, fp32_state, masters
+from . import attachers, checkpoint, clipping, fp32_state, graphs, masters
 from .launch import check_graph_capture, launch_all
 from .offload import BUCKET_BYTES, StateOffload
 from .options import check_group, check_max_grad_norm, check_offload, check_seed, state_dtype_name
@@ -30,7 +29,7 @@ logger = logging.getLogger("shardops")
 _OWN = ("seed", "offload_state", "offload_bucket_bytes", "backend")
 
 
-class FusedShardedAdam(torch.optim.Optimizer):
+class FusedShardedAdam(graphs.GraphCapture, torch.optim.Optimizer):
     """Adam (Kingma & Ba 2015) in one pass over memory, with fp32 master weights for low-precision parameters.
 
     Takes the arguments of ``torch.optim.Adam``. Parameters are float32, bfloat16 or float16: plain tensors (alone or
@@ -46,7 +45,12 @@ class FusedShardedAdam(torch.optim.Optimizer):
         amsgrad: use the largest second moment so far.
         foreach, fused: accepted for drop-in use, without effect: the step is always fused.
         maximize: ascend.
-        capturable: step counters live on the parameters' device, for CUDA graphs.
+        capturable: step counters live on the parameters' device, so that a CUDA graph can hold the step. States are
+            made before the capture: by a warm-up step, or :meth:`prepare_capture`. The graph holds addresses: replays
+            do not see what is replaced after it (states by ``load_state_dict``, parameters by casts, a cleared
+            ``.grad`` unless backward is in the same graph: ``zero_grad(set_to_none=False)`` keeps it);
+            :meth:`check_captured` finds that. Options are part of the graph, a number as ``lr`` too; an ``lr`` tensor
+            on the GPU is read at each replay. What the attributes below are after the capture, replays write.
         differentiable: True raises: kernels update in place.
         decoupled_weight_decay: AdamW.
         master_weights: of low-precision parameters; float32 ones are their own. ``"split32"``: a 16-bit remainder
@@ -158,10 +162,14 @@ class FusedShardedAdam(torch.optim.Optimizer):
         self.last_grad_norm: Tensor | None = None
         self.last_found_inf: Tensor | None = None
         self._skipped: Tensor | None = None
+        self._captured: graphs.CapturedStep | None = None
 
     @property
     def skipped_steps(self) -> Tensor:
         """Steps skipped because gradients were not finite, as a float32 device scalar."""
+        return self._skip_count().clone()
+
+    def _skip_count(self) -> Tensor:
         if self._skipped is None:
             params = [p for group in self.param_groups for p in group["params"] if not p.is_meta]
             if not params:  # nothing materialised yet: the device is not known
@@ -223,7 +231,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def init_states(self) -> None:
         """Allocates the states of all parameters that require gradients, at step 0; otherwise the first step does."""
-        self._tracker.plan(self, use_device_steps=False)
+        self._tracker.plan(self, graphs.uses_device_steps(self, may_be_skipped=False))
 
     def master_param(self, param: Tensor) -> Tensor:
         """The fp32 master weight of a parameter, exact, whatever the storage.
@@ -267,6 +275,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
 
         Raises:
             TypeError, ValueError: a gradient that does not fit its parameter; nothing is written then.
+            RuntimeError: the step is captured in a CUDA graph and not capturable, or not prepared.
         """
         check_graph_capture(self)
         loss = None
@@ -281,50 +290,38 @@ class FusedShardedAdam(torch.optim.Optimizer):
             return loss
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Any = getattr(self, "found_inf", None)
-        if isinstance(found_inf, int):  # GradScaler's sum over no gradients at all
-            found_inf = torch.full_like(self.skipped_steps, found_inf)
         # In codes one value that is not finite would spoil its whole block.
         is_guarded = any(group["state_dtype"] == "int8" for group in self.param_groups)
         may_be_skipped = found_inf is not None or is_guarded
-        plan, grads, buckets = self._tracker.buckets(self, use_device_steps=may_be_skipped)
+        is_captured = graphs.is_capturing()
+        if is_captured:
+            graphs.check_ready(self)
+        if isinstance(found_inf, int):  # GradScaler's sum over no gradients at all
+            found_inf = torch.full_like(self._skip_count(), found_inf)
+        plan, grads, buckets = self._tracker.buckets(self, graphs.uses_device_steps(self, may_be_skipped))
         try:
             self._tracker.refresh_masters()
             coefficient = None
             if self.max_grad_norm is not None or is_guarded:
-                self.last_grad_norm = self._grad_norm(plan, grad_scale)
-                coefficient = self._clip_coefficient(self.last_grad_norm)
-                # A shared norm: others' gradients reach us through it.
-                if is_guarded or (found_inf is not None and self._shared_norm is not None):
-                    largest = self.last_grad_norm  # that an element can be
-                    if is_guarded:  # exp_avg_sq takes its square
-                        largest = (largest if coefficient is None else largest * coefficient).square()
-                    is_infinite = (~largest.isfinite()).float()
-                    found_inf = is_infinite if found_inf is None else found_inf + is_infinite.to(found_inf)
+                coefficient, found_inf = clipping.clip(self, plan, grad_scale, found_inf, is_guarded)
             launch_all(self, buckets, coefficient, grad_scale, found_inf)
             self._tracker.record_writes(
                 [entry.param for entry, grad in zip(plan.entries, grads, strict=True) if grad is not None],
                 may_be_skipped=may_be_skipped,
             )
+            graphs.after_step(self, plan, grads, is_captured)
         finally:
             plan.release_grads()
         self._count_skipped(found_inf)
         return loss
 
-    def _grad_norm(self, plan: UpdatePlan, grad_scale: Tensor | None) -> Tensor:
-        """The global norm of the unscaled gradients, as a device scalar."""
-        norm = clipping.grad_norm(self, plan, is_scaled=grad_scale is not None)
-        return norm if grad_scale is None else norm / grad_scale.to(norm.device).reshape(())
-
-    def _clip_coefficient(self, norm: Tensor) -> Tensor | None:
-        """The factor for gradients, as a device scalar: ``clamp(max_grad_norm / (norm + 1e-6), max=1)`` as in torch."""
-        return None if self.max_grad_norm is None else torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
-
     def _count_skipped(self, found_inf: Tensor | None) -> None:
         if found_inf is None:
-            self.last_found_inf = torch.zeros_like(self.skipped_steps)
+            self.last_found_inf = torch.zeros_like(self._skip_count())
         else:
             self.last_found_inf = (found_inf != 0).float().reshape(())
-            self._skipped = self.skipped_steps + self.last_found_inf.to(self.skipped_steps.device)
+            count = self._skip_count()  # in place: replays of a captured step count there
+            count += self.last_found_inf.to(count.device)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdRef
@@ -17,6 +18,7 @@ from ..collectives import NormLayout
 from ..gradients import local_gradient
 from ..plan import UpdatePlan
 from ..shadow import Versions, versions
+from .graphs import is_capturing
 from .like import is_fsdp1
 
 if TYPE_CHECKING:
@@ -65,6 +67,38 @@ def grad_norm(optimizer: Any, plan: UpdatePlan, is_scaled: bool) -> Tensor:
     )
 
 
+def clip(
+    optimizer: Any, plan: UpdatePlan, grad_scale: Tensor | None, found_inf: Tensor | None, is_guarded: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Takes ``optimizer.last_grad_norm``, of the unscaled gradients.
+
+    Args:
+        optimizer: whose step it is; it clips, or is guarded.
+        plan: as :func:`grad_norm`.
+        grad_scale: divides gradients; None: they are unscaled.
+        found_inf: what is known of gradients that are not finite.
+        is_guarded: the step is to be skipped if the norm is not finite.
+
+    Returns:
+        The factor for gradients, ``clamp(max_grad_norm / (norm + 1e-6), max=1)`` as in torch, None without clipping;
+        and ``found_inf`` with what the norm tells. Device scalars.
+    """
+    norm = grad_norm(optimizer, plan, is_scaled=grad_scale is not None)
+    if grad_scale is not None:
+        norm = norm / grad_scale.to(norm.device).reshape(())
+    optimizer.last_grad_norm = norm
+    limit = optimizer.max_grad_norm
+    coefficient = None if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
+    # A shared norm: others' gradients reach us through it.
+    if is_guarded or (found_inf is not None and optimizer._shared_norm is not None):
+        largest = norm  # that an element can be
+        if is_guarded:  # exp_avg_sq takes its square
+            largest = (norm if coefficient is None else norm * coefficient).square()
+        is_infinite = (~largest.isfinite()).float()
+        found_inf = is_infinite if found_inf is None else found_inf + is_infinite.to(found_inf)
+    return coefficient, found_inf
+
+
 def _settings(optimizer: Any) -> tuple[Any, ...]:
     """What the groups depend on beside the parameters."""
     return optimizer.process_group, optimizer._shard_group_of
@@ -103,6 +137,7 @@ class SharedNorm:
         self._optimizers = list(optimizers)
         self._norm: Tensor | None = None
         self._is_scaled = False
+        self._is_captured = False
         self._unused: dict[int, _Taken] = {}  # by id of the optimizers that have not used the norm
         self._layout: NormLayout | None = None
         self._layout_params: list[Tensor] = []  # what stands for them has these placements
@@ -137,10 +172,12 @@ class SharedNorm:
             ValueError, TypeError: a gradient has no norm, as :func:`shardops.grad_norm`.
         """
         taken = self._unused.pop(id(optimizer), None)
-        if taken is None or not taken.are_of(optimizer):
+        # What a CUDA graph records has a value at replays only, and what is outside of it is gone by then.
+        is_captured = is_capturing()
+        if taken is None or is_captured != self._is_captured or not taken.are_of(optimizer):
             self._unused = {}
             self._norm = self._take()
-            self._is_scaled = is_scaled
+            self._is_scaled, self._is_captured = is_scaled, is_captured
             self._unused = {
                 id(other): _Taken(other)
                 for other in self._optimizers

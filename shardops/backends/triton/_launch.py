@@ -25,8 +25,14 @@ WARP_SIZE = 64 if torch.version.hip else 32
 NUM_WARPS = THREADS // WARP_SIZE
 
 Table = npt.NDArray[np.int64]
-# Tables of launches that a CUDA graph recorded: a replay reads both the copy's source and its target.
-_captured: list[tuple[Tensor, Tensor]] = []
+# Of launches that a CUDA graph recorded: the tables on the host, by what they are of. A replay copies from them (and
+# needs no target kept: that is memory of the graph's own, written at each replay). A graph does not say when it goes,
+# so they stay: at most 120 bytes a tensor for each launch at new addresses, and once 8 for each program.
+_captured: dict[object, Tensor] = {}
+# Pinned memory for such tables, by their size: none may be allocated while a graph is captured. A launch outside, which
+# every kernel needs to be compiled, leaves some.
+_spare: dict[int, list[Tensor]] = {}
+_SPARES = 16  # of a size: as many launches with lists of one length, and none of their tables before, in one graph
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[None]:
@@ -63,34 +69,60 @@ def chunk_entries(numels: Table, chunk_numel: int) -> Table:
     return (rows << 32) | (np.arange(len(rows), dtype=np.int64) - first[rows])
 
 
-def _upload(table: Table, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The table on the host and on the device. Pinned, since a copy from pageable memory waits for the stream."""
-    host = torch.empty(table.size, dtype=torch.int64, pin_memory=device.type == "cuda")
-    host.numpy()[:] = table.ravel()
-    return host, host.to(device, non_blocking=True)
+def _host_memory(size: int, is_pinned: bool) -> Tensor:
+    """Pinned for a GPU, since a copy from pageable memory waits for the stream, and a graph cannot hold it."""
+    return torch.empty(size, dtype=torch.int64, pin_memory=is_pinned)
+
+
+def _upload(host: Tensor, device: torch.device) -> Tensor:
+    return host.to(device, non_blocking=True)
+
+
+def _fill(host: Tensor, table: Table) -> Tensor:
+    host.numpy()[:] = table
+    return host
 
 
 # By content, since addresses rarely change from step to step. By stream, since another one might run ahead of the copy.
 @functools.lru_cache(maxsize=64)
 def _cached_rows(content: bytes, device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
-    return _upload(np.frombuffer(content, dtype=np.int64), device)
+    table = np.frombuffer(content, dtype=np.int64)
+    is_pinned = device.type == "cuda"
+    if is_pinned and len(spare := _spare.setdefault(table.size, [])) < _SPARES:
+        spare.append(_host_memory(table.size, is_pinned))
+    host = _fill(_host_memory(table.size, is_pinned), table)
+    return host, _upload(host, device)
+
+
+@functools.lru_cache(maxsize=16)
+def _host_chunks(numels: bytes, chunk_numel: int, is_pinned: bool) -> Tensor:
+    entries = chunk_entries(np.frombuffer(numels, dtype=np.int64), chunk_numel)
+    return _fill(_host_memory(entries.size, is_pinned), entries)
 
 
 @functools.lru_cache(maxsize=16)
 def _cached_chunks(numels: bytes, chunk_numel: int, device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
-    return _upload(chunk_entries(np.frombuffer(numels, dtype=np.int64), chunk_numel), device)
+    host = _host_chunks(numels, chunk_numel, device.type == "cuda")
+    return host, _upload(host, device)
+
+
+def _captured_tables(content: bytes, numels: bytes, chunk_numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Not from the caches: a graph copies its tables itself, whatever has become of earlier copies by then."""
+    rows = _captured.get(content)
+    if rows is None:
+        table = np.frombuffer(content, dtype=np.int64)
+        spare = _spare.get(table.size)
+        rows = _captured[content] = _fill(spare.pop() if spare else _host_memory(table.size, True), table)
+    chunks = _captured.get((numels, chunk_numel))
+    if chunks is None:
+        chunks = _captured[numels, chunk_numel] = _host_chunks(numels, chunk_numel, True)
+    return _upload(rows, device), _upload(chunks, device)
 
 
 def tables(rows: Table, chunk_numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows (numel in the last column) and their chunk entries, one for each program, in device memory."""
-    numels = np.ascontiguousarray(rows[:, -1])
+    content, numels = rows.tobytes(), rows[:, -1].tobytes()
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # Not through the cache: memory of a graph's pool holds nothing until the graph is replayed.
-        built = _upload(rows, device), _upload(chunk_entries(numels, chunk_numel), device)
-        _captured.extend(built)
-        return built[0][1], built[1][1]
+        return _captured_tables(content, numels, chunk_numel, device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return (
-        _cached_rows(rows.tobytes(), device, stream)[1],
-        _cached_chunks(numels.tobytes(), chunk_numel, device, stream)[1],
-    )
+    return _cached_rows(content, device, stream)[1], _cached_chunks(numels, chunk_numel, device, stream)[1]
