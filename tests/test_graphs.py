@@ -1,76 +1,26 @@
-"""The step in CUDA graphs, shown without a GPU: replays are imitated on the CPU, and fake tensors stand for a GPU's.
+"""The step in CUDA graphs, whose replays are imitated on the CPU.
 
 What a graph would record is refused where replays would undo steps, and what they would no longer see is found.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import types
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from optim_helpers import assert_same, make_params, one, parameters, set_grads, snapshot
+from graph_helpers import Graph, capture, in_modes, make, write_grads
+from optim_helpers import assert_same, make_params, one, parameters, snapshot
 from reference import generator
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import shardops
 from shardops import FusedShardedAdamW
-from shardops.backends.triton import _launch
-from shardops.optim import attachers, clipping, graphs
+from shardops.optim import attachers, graphs
 from shardops.shadow import Shadow
-
-MODES: list[tuple[torch.dtype, dict[str, Any]]] = [
-    (torch.float32, {"amsgrad": True, "max_grad_norm": 0.5}),
-    (torch.bfloat16, {"max_grad_norm": 0.5}),
-    (torch.float16, {"eps": 1e-6}),
-    (torch.bfloat16, {"state_dtype": "int8", "master_weights": "split24", "max_grad_norm": 0.5}),
-    (torch.bfloat16, {"state_dtype": torch.bfloat16, "master_weights": "stochastic"}),
-]
-in_modes = pytest.mark.parametrize(("dtype", "options"), MODES)
-SHAPES = ((7, 5), (7,), (), (0, 4), (37, 130))
-
-
-class Graph(TorchDispatchMode):
-    """Stands for a CUDA graph: what runs under it is recorded, and runs again on the same tensors.
-
-    Unlike in a graph, what is recorded runs, so that a capture is a step.
-    """
-
-    is_capturing = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._calls: list[tuple[Any, Any, Any, Any]] = []
-
-    def __enter__(self) -> Graph:
-        Graph.is_capturing = True
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        Graph.is_capturing = False
-        super().__exit__(*exception)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._calls.append((func, args, kwargs or {}, result))
-        return result
-
-    @torch.no_grad()
-    def replay(self) -> None:
-        for func, args, kwargs, results in self._calls:
-            for result, again in zip(tree_leaves(results), tree_leaves(func(*args, **kwargs)), strict=True):
-                if isinstance(result, Tensor) and result.data_ptr() != again.data_ptr():
-                    result.copy_(again)
 
 
 @pytest.fixture
@@ -81,30 +31,6 @@ def _captures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 captures = pytest.mark.usefixtures("_captures")
-
-
-def make(dtype: torch.dtype = torch.float32, **options: Any) -> FusedShardedAdamW:
-    """With gradients that are written where they are."""
-    optimizer = FusedShardedAdamW(make_params(SHAPES, dtype), **{"lr": 1e-2, "capturable": True, **options})
-    for param in parameters(optimizer):
-        param.grad = torch.zeros_like(param)
-    write_grads(optimizer, 0)
-    return optimizer
-
-
-def write_grads(optimizer: Any, step: int, is_bad: bool = False) -> None:
-    kept: list[Any] = [param.grad for param in parameters(optimizer)]
-    set_grads(parameters(optimizer), step)
-    for param, grad in zip(parameters(optimizer), kept, strict=True):
-        param.grad = grad.copy_(param.grad)
-    if is_bad:
-        kept[0].view(-1)[0] = float("nan")
-
-
-def capture(optimizer: Any) -> Graph:
-    with Graph() as graph:
-        optimizer.step()
-    return graph
 
 
 # ---- replays are steps -----------------------------------------------------------------------------------------------
@@ -437,135 +363,3 @@ def test_a_step_outside_says_once_what_replays_miss(caplog: pytest.LogCaptureFix
         assert len(caplog.messages) == count
     assert "since optimizer.step() was captured in a CUDA graph: parameter 0 of group 0" in caplog.messages[0]
     assert caplog.records[0].levelno == logging.WARNING
-
-
-# ---- nothing waits for the GPU, or copies from and to the host -------------------------------------------------------
-
-
-class OnFakeGpu(TorchFunctionMode):
-    """Fake CUDA tensors in a torch that was built without CUDA: some of its bindings look for the device first."""
-
-    PAST_BINDINGS: dict[Any, Any] = {  # noqa: RUF012
-        Tensor.__getitem__: lambda x, index: x.select(0, index),
-        Tensor.__invert__: torch.ops.aten.bitwise_not.default,
-        Tensor.copy_: torch.ops.aten.copy_.default,
-    }
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.PAST_BINDINGS.get(func, func)(*args, **(kwargs or {}))
-
-
-class Watch(TorchDispatchMode):
-    """Notes copies between devices, numbers read from a GPU, and what the update was launched with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.launches: list[tuple[Any, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in tree_leaves((args, kwargs)))
-        if on_gpu and torch.Tag.data_dependent_output in func.tags:
-            self.found.append(str(func))
-        result = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
-            source = args[1] if func is torch.ops.aten.copy_.default else args[0]
-            if source.device != result.device:
-                self.found.append(f"{func} from {source.device} to {result.device}")
-        if func is torch.ops.shardops.sharded_adam.default:
-            self.launches.append(args)
-        return result
-
-
-def on_gpu(value: float) -> Tensor:
-    return torch.full((), value, device="cuda")
-
-
-@in_modes
-@pytest.mark.parametrize("is_scaled", [False, True])
-def test_the_host_is_not_waited_for(
-    dtype: torch.dtype, options: dict[str, Any], is_scaled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with FakeTensorMode(), OnFakeGpu():
-        params = [nn.Parameter(torch.zeros(shape, dtype=dtype, device="cuda")) for shape in SHAPES]
-        optimizer: Any = FusedShardedAdamW(params, lr=on_gpu(1e-2), capturable=True, **options)
-        for param in params:
-            param.grad = torch.zeros_like(param)
-        if is_scaled:
-            optimizer.grad_scale, optimizer.found_inf = on_gpu(4.0), on_gpu(0.0)
-        optimizer.prepare_capture()
-        for module in (graphs, clipping):
-            monkeypatch.setattr(module, "is_capturing", lambda: True)
-        monkeypatch.setattr(graphs, "address_of", id)
-        with Watch() as watch:
-            optimizer.step()
-        assert watch.found == []
-        assert watch.launches
-        for launch in watch.launches:
-            assert all(x.is_cuda for tensors in launch[:9] for x in tree_leaves(tensors))  # counters too
-            assert launch[19] is optimizer.param_groups[0]["lr"]
-            assert all(x is None or x.is_cuda for x in launch[20:])
-            assert [x is not None for x in launch[20:22]] == ["max_grad_norm" in options, is_scaled]
-
-
-BAD: list[Callable[[Tensor], Any]] = [
-    lambda x: torch.tensor(1.0, device="cuda"),
-    lambda x: torch.ops.aten._to_copy.default(torch.zeros(2), device=torch.device("cuda"), non_blocking=True),
-    lambda x: x.copy_(torch.zeros(2)),
-    lambda x: x.cpu(),
-    lambda x: x.sum().item(),
-    lambda x: bool(x.any()),
-]
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_waiting_is_seen(bad: Callable[[Tensor], Any]) -> None:
-    with FakeTensorMode(), OnFakeGpu(), Watch() as watch, contextlib.suppress(DataDependentOutputException):
-        bad(torch.zeros(2, device="cuda"))
-    assert len(watch.found) == 1
-
-
-# ---- the Triton launcher's tables ------------------------------------------------------------------------------------
-
-
-def test_tables_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copied by the graph itself from pinned memory that is there before it, and shared by captures of the same."""
-    pinned: list[int] = []
-    uploads: list[Tensor] = []
-
-    def host_memory(size: int, is_pinned: bool) -> Tensor:
-        assert is_pinned
-        pinned.append(size)
-        return torch.zeros(size, dtype=torch.int64)
-
-    monkeypatch.setattr(_launch, "_host_memory", host_memory)
-    monkeypatch.setattr(_launch, "_upload", lambda host, _: uploads.append(host) or host.clone())
-    for name in ("_captured", "_spare"):
-        monkeypatch.setattr(_launch, name, {})
-    for cached in (_launch._cached_rows, _launch._cached_chunks, _launch._host_chunks):
-        cached.cache_clear()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=1))
-
-    def tables(*firsts: int, is_captured: bool) -> None:
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
-        for first in firsts:
-            rows = np.array([[first, 5000], [3, 70]], dtype=np.int64)
-            table, chunks = _launch.tables(rows, 4096, torch.device("cuda"))
-            assert table.tolist() == rows.ravel().tolist()
-            assert chunks.tolist() == [0, 1, 1 << 32]
-
-    tables(1, 2, is_captured=False)
-    assert sorted(pinned) == [3, 4, 4, 4, 4]
-    tables(1, 2, is_captured=False)
-    assert len(uploads) == 3  # rows of two lists, and their chunks
-    tables(8, 9, 8, is_captured=True)
-    assert len(uploads) == 9  # at each launch
-    assert len({id(host) for host in uploads[3:]}) == 3
-    tables(8, 9, is_captured=True)
-    assert len(pinned) == 5
-    assert len(_launch._captured) == 3
-    tables(10, is_captured=True)
-    assert len(pinned) == 6  # no launch outside had left any
-    assert {id(host) for host in _launch._captured.values()} <= {id(host) for host in uploads}
-    for cached in (_launch._cached_rows, _launch._cached_chunks, _launch._host_chunks):
-        cached.cache_clear()

@@ -19,6 +19,7 @@ _SMALLEST = 0x02000000  # 2^-123: smaller second moments become 0
 STEP_BITS = 13  # a step is a multiple of 2^13 patterns: on finer grids, which move with each step, dither has no effect
 SMALLEST_STEP = 9
 _LARGEST_CODE = 0xFFFFFF  # code << 16
+# Of no dimension, so that it may stay on the CPU.
 _RECIPROCAL_127 = torch.tensor(1.0 / 127.0, dtype=torch.float32)
 
 
@@ -104,7 +105,7 @@ def encode_blocks(
     lowest = torch.where(above >= 0xFE000000, highest, above + _SMALLEST)
     factor = ((((highest - lowest) & _MASK) * 2065 >> 32) + 1).clamp(min=SMALLEST_STEP)
     step = factor << STEP_BITS
-    steps_a_unit = (torch.tensor(2.0**48, dtype=torch.float32, device=exp_avg.device) / step.float()).long()
+    steps_a_unit = (torch.full((), 2.0**48, dtype=torch.float32, device=exp_avg.device) / step.float()).long()
     below = _mulhi((highest - patterns) & _MASK, steps_a_unit)
     codes = (below + block_halves(dither, BLOCK, exp_avg.device)).clamp(max=_LARGEST_CODE) >> 16
 
@@ -114,7 +115,8 @@ def encode_blocks(
     scale_pattern = torch.where(largest < 0x0D800000, 0, scale_pattern)
     scale_pattern = torch.where(largest >= 0x7E000000, CANONICAL_NAN, scale_pattern)
     scale = floats(scale_pattern)
-    codes_a_unit = torch.where(scale > 0, torch.tensor(127.0, device=exp_avg.device) / scale, 0.0)
+    most = torch.full((), 127.0, dtype=torch.float32, device=exp_avg.device)
+    codes_a_unit = torch.where(scale > 0, most / scale, 0.0)
     rounded = torch.round(ratio * codes_a_unit)
     avg_codes = torch.where(rounded.isnan(), 0.0, rounded)
 
@@ -136,6 +138,6 @@ def decode_blocks(exp_avg_codes: Tensor, exp_avg_sq_codes: Tensor, words: Tensor
     highest, packed = (words.long() & _MASK).chunk(2, dim=-1)
     raw = raw_patterns(codes, highest, (packed & 0xFFFF) << STEP_BITS)
     exp_avg_sq = torch.where(codes == ZERO_CODE, 0.0, floats(raw))
-    scale = floats(packed & 0xFFFF0000) * _RECIPROCAL_127.to(words.device)
+    scale = floats(packed & 0xFFFF0000) * _RECIPROCAL_127
     exp_avg = (avg_codes.float() * ratio_to_exp_avg(raw)) * scale
     return from_blocks(exp_avg, shape), from_blocks(exp_avg_sq, shape)

@@ -11,7 +11,7 @@ from torch import Tensor
 def _converted(values: Tensor, dtype: torch.dtype, scale: float | None) -> Tensor:
     # The scale is a float32 tensor: a Python number would be applied in float64 by some of torch's kernels.
     if scale is not None:
-        values = values.float() * torch.tensor(scale, dtype=torch.float32, device=values.device)
+        values = values.float() * torch.full((), scale, dtype=torch.float64, device=values.device).float()
     return values.to(dtype)
 
 

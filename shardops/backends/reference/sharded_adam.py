@@ -52,7 +52,9 @@ def adam_scalars(
     """Scalars of the update that makes ``step`` (an int64 scalar tensor, starting at 1) complete; ``lr`` is float64."""
 
     def rounded(value: Tensor | float) -> Tensor:
-        return torch.as_tensor(value, dtype=torch.float64, device=step.device).float()
+        if not isinstance(value, Tensor):
+            value = torch.full((), value, dtype=torch.float64, device=step.device)
+        return value.float()
 
     bias_correction1 = 1.0 - power(beta1, step)
     bias_correction2_sqrt = torch.sqrt(1.0 - power(beta2, step))
@@ -103,7 +105,7 @@ def adam_update(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The new master, exp_avg, exp_avg_sq and max_exp_avg_sq of float32 tensors; ``grad`` is unscaled and clipped."""
     if coupled_decay != 0.0:
-        grad = grad + torch.tensor(coupled_decay, dtype=torch.float32, device=grad.device) * master
+        grad = grad + torch.full((), coupled_decay, dtype=torch.float64, device=grad.device).float() * master
     master = master * scalars.decay
 
     difference = grad - exp_avg
