@@ -11,6 +11,7 @@
 #endif
 
 #include "common/checks.h"
+#include "cuda/kernels.h"
 
 namespace shardops {
 
@@ -41,7 +42,10 @@ inline void* current_stream(const Device&) { return nullptr; }
 // Makes the device current until the scope ends.
 class DeviceScope {
  public:
-  explicit DeviceScope(const Device& device) : guard_(device.index) {}
+  explicit DeviceScope(const Device& device) : guard_(device.index) {
+    const char* error = use_device(device.index);
+    STD_TORCH_CHECK(error == nullptr, "CUDA device ", device.index, " cannot be used: ", error);
+  }
 
  private:
   torch::stable::accelerator::DeviceGuard guard_;

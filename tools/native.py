@@ -35,7 +35,7 @@ SANITIZE_FLAGS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-re
 
 # A register that has to be spilled to memory is an error: kernels are written to fit.
 NVCC_FLAGS = [
-    *("-std=c++20", "-O3", "--fmad=false", "-Xptxas", "-warn-spills,-Werror"),
+    *("-std=c++20", "-O3", "--fmad=false", "-Xptxas", "-warn-spills,-Werror", "-Xfatbin", "-compress-all"),
     *("-Xcompiler", "-fPIC,-g0,-Wall,-Wextra,-Wno-unknown-pragmas,-fvisibility=hidden"),
 ]
 # Machine code for these, and PTX of the last one for GPUs to come.
@@ -138,7 +138,7 @@ def cuda_kernels(*, nvcc: bool, flags: tuple[str, ...] = (), tag: str = "") -> l
     """The kernels' objects: for a GPU, or with other flags for the twins."""
     objects = [
         Compile(CSRC / "cuda" / f"{name}.cu", flags, f".cuda{tag}", nvcc)
-        for name in ("cast_copy", "grad_norm", "adam_scalars", "sharded_adam_blocks")
+        for name in ("sharded_adam_blocks", "cast_copy", "grad_norm", "adam_scalars", "device")
     ]
     for moment in ("float", "Bf16"):
         source = CSRC / "cuda" / "sharded_adam.cu"

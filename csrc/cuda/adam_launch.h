@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "../common/formats.h"
+#include "kernels.h"
 
 namespace shardops {
 
@@ -36,7 +36,6 @@ enum AdamField : uint32_t {
   kFieldCount,
 };
 
-constexpr int64_t kParameterBytes = 32760;  // of 32,764, which CUDA allows since 12.1 from sm_70 on, whole words
 constexpr int64_t kScalarsInLaunch = 16;
 
 struct AdamHeader {

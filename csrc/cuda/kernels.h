@@ -8,6 +8,12 @@
 
 namespace shardops {
 
+// Of a kernel, in whole words: 32,764 are allowed since CUDA 12.1, from sm_70 on.
+constexpr int64_t kParameterBytes = 32760;
+
+// Makes a device current for the launches that follow on this thread.
+const char* use_device(int32_t index);
+
 // ---- cast_copy.cu: flatten_shard, unflatten_shard, cast_gather ----
 
 // target[i] = cast(source[i] * scale); source null: zeros.

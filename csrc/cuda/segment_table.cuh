@@ -6,13 +6,14 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels.h"
 #include "launch.cuh"
 
 namespace shardops {
 
 // Sizes of a launch's parameters: what CUDA allows since 12.1, from sm_70 on, and what it always did. Every launch
 // carries its struct whole, so a call of a few tensors takes the small one.
-constexpr int kLargeParameters = 32764;
+constexpr int kLargeParameters = static_cast<int>(kParameterBytes);
 constexpr int kSmallParameters = 4096;
 // Of those, for what a launch says beside its table.
 constexpr int kParametersBesideTable = 32;
