@@ -39,7 +39,8 @@ $(OLD_VENV)/.ready: requirements-dev.txt tools/bootstrap.py Makefile
 # The Triton kernels' tests with it: interpreted, and compiled ahead of time. It wants numpy < 2.4.
 triton-$(OLD_TRITON): setup $(OLD_VENV)/.ready
 	$(OLD_VENV)/bin/python -c "import triton; print('triton', triton.__version__)"
-	OMP_NUM_THREADS=1 $(OLD_VENV)/bin/python -m pytest tests/test_triton.py
+	OMP_NUM_THREADS=1 $(OLD_VENV)/bin/python -m pytest tests/test_triton.py \
+		tests/test_triton_code.py tests/test_gpu_code.py tests/test_sass.py
 
 lint: setup
 	$(BIN)/ruff check .

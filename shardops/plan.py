@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from operator import is_
 from typing import Any
 
@@ -134,10 +135,13 @@ class UpdatePlan:
         """
         params = list(map(local_tensor, self._params)) if self._is_sharded else self._params
         local_grads = list(map(_local_or_none, grads)) if self._is_sharded else grads
+        # Loops in C where they can be: each step of a model of small tensors goes through here.
+        missing = list(map(is_, grads, repeat(None)))
+        present = [grad for grad in local_grads if grad is not None] if True in missing else local_grads
         built_for = (
-            [grad is None for grad in grads],
+            missing,
             [getattr(grad, "placements", None) for grad in grads] if self._is_sharded else [],
-            geometry_hash([*params, *(grad for grad in local_grads if grad is not None)]),
+            geometry_hash([*params, *present]),  # type: ignore[list-item]
         )
         if built_for != self._built_for or built_for[2] is None or not all(map(is_, params, self._locals)):
             # The first time, after a failure, or on new local tensors; not if only other parameters have gradients.
@@ -154,8 +158,21 @@ class UpdatePlan:
             self._built_for = built_for
         self._local_grads = local_grads
         for bucket in self._buckets:
-            bucket.grads = [local_grads[i] for i in bucket.members]  # type: ignore[misc]
+            # All of them, in order, or some.
+            is_whole = len(bucket.members) == len(local_grads)
+            bucket.grads = list(local_grads) if is_whole else [local_grads[i] for i in bucket.members]  # type: ignore[arg-type, misc]
         return self._buckets
+
+    def gradients(self) -> list[Tensor | None]:
+        """The ``.grad`` of each entry's parameter."""
+        return [param.grad for param in self._params]
+
+    def updated(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """The parameters that the step of the last refresh, with these gradients, writes."""
+        assert self._built_for is not None
+        if True not in self._built_for[0]:
+            return self._params
+        return [param for param, grad in zip(self._params, grads, strict=True) if grad is not None]
 
     def release_grads(self) -> None:
         """Lets go of the gradients of the last refresh: whoever clears them after the step wants their memory back."""

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import sass
 from sass import Instruction
@@ -59,6 +60,10 @@ class Access:
     predicated: bool
 
 
+# Of accesses: kind, bytes for one thread, and whether each pass makes it (False: under a condition).
+Traffic: TypeAlias = "Counter[tuple[str, int, bool]]"
+
+
 @dataclass(frozen=True)
 class Code:
     """A kernel for one architecture."""
@@ -99,9 +104,14 @@ class Code:
         return tuple(found)
 
     @functools.cached_property
+    def cycles(self) -> tuple[frozenset[int], ...]:
+        """The instructions of each loop, with those of loops in it, in the order of the code."""
+        return tuple(sorted(sass.cycles(self.successors), key=min))
+
+    @functools.cached_property
     def loops(self) -> frozenset[int]:
         """What one thread may execute twice: instructions on a cycle of :attr:`successors`, or called from one."""
-        on_cycle = sass.on_cycles(self.successors)
+        on_cycle = frozenset().union(*self.cycles)
         called = {
             self.instructions[target].function
             for index in on_cycle
@@ -139,12 +149,7 @@ class Code:
         """All accesses to global memory."""
         found = []
         for index, instruction in enumerate(self.instructions):
-            base = instruction.base
-            if sass.BULK.search(base):
-                raise ValueError(f"{self.name} for sm_{self.arch} copies in bulk ({instruction.opcode}): not counted")
-            names = {"load": sass.LOADS, "store": sass.STORES, "atomic": sass.ATOMICS}
-            kind = next((kind for kind, bases in names.items() if base in bases), None)
-            if kind is not None:
+            if (kind := self._access_kind(instruction)) is not None:
                 depends = sass.registers(instruction.addressed_by, 2) & self.per_thread[index]
                 found.append(
                     Access(
@@ -152,6 +157,32 @@ class Code:
                     )
                 )
         return tuple(found)
+
+    def _access_kind(self, instruction: Instruction) -> str | None:
+        if sass.BULK.search(instruction.base):
+            raise ValueError(f"{self.name} for sm_{self.arch} copies in bulk ({instruction.opcode}): not counted")
+        names = {"load": sass.LOADS, "store": sass.STORES, "atomic": sass.ATOMICS}
+        return next((kind for kind, bases in names.items() if instruction.base in bases), None)
+
+    def traffic(self, within: Collection[int], always: Collection[int]) -> Traffic:
+        """How many accesses of a kind and a number of bytes there are: such as each pass makes, and such as it may."""
+        found: Traffic = Counter()
+        for index in within:
+            instruction = self.instructions[index]
+            if (kind := self._access_kind(instruction)) is not None:
+                found[kind, instruction.nbytes, index in always and not instruction.predicate] += 1
+        return found
+
+    @functools.cached_property
+    def loop_traffic(self) -> tuple[Traffic, ...]:
+        """Of each loop with accesses to global memory; a pass is one round of it."""
+        found = (self.traffic(cycle, sass.on_every_cycle(cycle, self.successors)) for cycle in self.cycles)
+        return tuple(traffic for traffic in found if traffic)
+
+    @functools.cached_property
+    def other_traffic(self) -> Traffic:
+        """Outside of loops, where nothing is said of what is always executed."""
+        return self.traffic(set(range(len(self.instructions))) - self.loops, ())
 
     @functools.cached_property
     def wide_path(self) -> frozenset[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 # /*0010*/   @!P0 LDG.E.128 R4, desc[UR4][R2.64+0x10] ;
@@ -100,13 +100,16 @@ class Instruction:
         return bool(re.match(r"D(ADD|MUL|FMA|SETP|MNMX)\b|MUFU\.\w*64H|(F2F|I2F|F2I|FRND)\..*F64", self.opcode))
 
 
-def on_cycles(successors: Sequence[Sequence[int]]) -> set[int]:
-    """Nodes of a graph that can be reached from themselves (Tarjan's components, without recursion)."""
+def cycles(successors: Sequence[Sequence[int]]) -> list[frozenset[int]]:
+    """The parts of a graph in which every node can be reached from every one (Tarjan's, without recursion).
+
+    Only those with a cycle: a node alone is one of them if it follows itself.
+    """
     order: dict[int, int] = {}
     lowest: dict[int, int] = {}
     stack: list[int] = []
     done: set[int] = set()
-    found = {node for node, following in enumerate(successors) if node in following}
+    found: list[frozenset[int]] = []
     for root in range(len(successors)):
         work = [(root, 0)] if root not in order else []
         while work:
@@ -129,8 +132,49 @@ def on_cycles(successors: Sequence[Sequence[int]]) -> set[int]:
                     component = stack[start:]
                     del stack[start:]
                     done.update(component)
-                    found.update(component if len(component) > 1 else ())
+                    if len(component) > 1 or node in successors[node]:
+                        found.append(frozenset(component))
     return found
+
+
+def on_cycles(successors: Sequence[Sequence[int]]) -> set[int]:
+    """Nodes of a graph that can be reached from themselves."""
+    return set().union(*cycles(successors))
+
+
+def on_every_cycle(component: Collection[int], successors: Sequence[Sequence[int]]) -> set[int]:
+    """Those of a part of :func:`cycles` without which it has no cycle: no way round it leaves them out."""
+    following = {node: [child for child in successors[node] if child in component] for node in component}
+    before: dict[int, list[int]] = {node: [] for node in component}
+    for node, children in following.items():
+        for child in children:
+            before[child].append(node)
+    # Nodes that can only be passed together are one; the first of each.
+    firsts = {node for node in component if len(before[node]) != 1 or len(following[before[node][0]]) != 1}
+    if not firsts:
+        return set(component)
+    chains: dict[int, list[int]] = {}
+    for first in firsts:
+        chains[first] = [first]
+        while len(children := following[chains[first][-1]]) == 1 and children[0] not in firsts:
+            chains[first].append(children[0])
+    after = {first: following[chain[-1]] for first, chain in chains.items()}
+    return {node for first in firsts if _is_acyclic(after, first) for node in chains[first]}
+
+
+def _is_acyclic(following: dict[int, list[int]], without: int) -> bool:
+    """Whether nodes can be taken away one by one, each when none leads to it any more."""
+    leading = {node: 0 for node in following}
+    for node, children in following.items():
+        for child in children if node != without else ():
+            leading[child] += 1
+    waiting = [without, *(node for node, number in leading.items() if not number and node != without)]
+    for node in waiting:
+        for child in following[node] if node != without else ():
+            leading[child] -= 1
+            if not leading[child] and child != without:
+                waiting.append(child)
+    return len(waiting) == len(following)
 
 
 def reached(successors: Sequence[Sequence[int]], start: int) -> set[int]:

@@ -45,13 +45,15 @@ SHARDOPS_HD uint64_t field(const AdamLaunch& launch, const AdamWork& work, AdamF
   return launch.column[name] >= 0 ? work.words[launch.column[name]] : 0;
 }
 
+// In global memory: said by a conversion, which stays with the pointer. An assumption beside it is lost where the
+// address may be an absent field's, and each access then finds out what memory it goes to.
 template <typename T>
 SHARDOPS_HD T* array(uint64_t address) {
-  auto* pointer = reinterpret_cast<T*>(address);
 #if defined(__CUDA_ARCH__)
-  __builtin_assume(__isGlobal(pointer));
+  return static_cast<T*>(__cvta_global_to_generic(address));
+#else
+  return reinterpret_cast<T*>(address);
 #endif
-  return pointer;
 }
 
 SHARDOPS_HD StepScalars step_scalars(const AdamLaunch& launch, const AdamWork& work) {

@@ -305,10 +305,7 @@ class FusedShardedAdam(graphs.GraphCapture, torch.optim.Optimizer):
             if self.max_grad_norm is not None or is_guarded:
                 coefficient, found_inf = clipping.clip(self, plan, grad_scale, found_inf, is_guarded)
             launch_all(self, buckets, coefficient, grad_scale, found_inf)
-            self._tracker.record_writes(
-                [entry.param for entry, grad in zip(plan.entries, grads, strict=True) if grad is not None],
-                may_be_skipped=may_be_skipped,
-            )
+            self._tracker.record_writes(plan.updated(grads), may_be_skipped=may_be_skipped)
             graphs.after_step(self, plan, grads, is_captured)
         finally:
             plan.release_grads()

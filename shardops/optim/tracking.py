@@ -76,7 +76,8 @@ class Tracker:
         self._params: list[Tensor] = []  # all of them
         self._without_state: list[Tensor] = []
         self._positions: list[int] = []  # of the plan's entries among the parameters
-        self._with_master: dict[int, list[tuple[Entry, int]]] = {}  # by id of the parameter
+        self._mastered: list[tuple[Entry, int]] = []  # entries with a master, and their positions
+        self._with_master: dict[int, list[tuple[Entry, int]]] = {}  # the same by id of the parameter
         self._indices: dict[int, list[int]] = {}  # of the plan's entries, likewise
         # What integrations do before buckets are built, and whether they have since plan() was called.
         self._attach: Callable[[], None] = lambda: None
@@ -94,7 +95,7 @@ class Tracker:
     def buckets(self, optimizer: Any, use_device_steps: bool) -> tuple[UpdatePlan, list[Tensor | None], list[Bucket]]:
         """The plan, the gradients of its entries, and its buckets with these gradients; arguments as :meth:`plan`."""
         plan = self.plan(optimizer, use_device_steps)
-        grads = [entry.param.grad for entry in plan.entries]
+        grads = plan.gradients()
         try:
             return plan, grads, plan.refresh(grads)
         except StalePlanError:  # a new plan is not; it may have other entries, and so other gradients
@@ -176,11 +177,12 @@ class Tracker:
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._params = [param for _, param in params]
         self._positions = [position for *_, position in kept]
-        self._with_master = {}
+        self._mastered, self._with_master = [], {}
         self._indices = {}
         for index, (entry, position) in enumerate(zip(entries, self._positions, strict=True)):
             self._indices.setdefault(id(entry.param), []).append(index)
             if entry.master_key is not None:
+                self._mastered.append((entry, position))
                 self._with_master.setdefault(id(entry.param), []).append((entry, position))
         self._states = [entry.state for entry in entries]
         self._state_items = [dict(state) for state in self._states]
@@ -238,8 +240,7 @@ class Tracker:
             part: only its parameters are looked at.
         """
         for entry, position in self._members(part):
-            if entry.master_key is None:
-                continue
+            assert entry.master_key is not None
             written = self.versions.get(position)
             exposed = self._exposed.pop(position, None)
             is_written_late = self._is_written_late(entry, position)
@@ -262,11 +263,11 @@ class Tracker:
                 self._masters_then[position] = versions(entry.state[entry.master_key])
 
     def _members(self, part: Part | None) -> Iterable[tuple[Entry, int]]:
-        """Entries and their positions, of a part or of all."""
-        assert self._plan is not None
+        """Entries that have a master, and their positions, of a part or of all."""
         if part is None:
-            return zip(self._plan.entries, self._positions, strict=True)
-        return zip(part.plan.entries, part.positions, strict=True)
+            return self._mastered
+        members = zip(part.plan.entries, part.positions, strict=True)
+        return [(entry, position) for entry, position in members if entry.master_key is not None]
 
     def _is_written_late(self, entry: Entry, position: int) -> bool:
         """Whether what a state dict holds was written since we last looked, and the master was not, together with it.
@@ -321,10 +322,10 @@ class Tracker:
         for param, shadow in written:
             shadow.written = versions(param)
         for entry, position in self._members(part):
-            if entry.master_key is not None:
-                self.versions[position] = versions(entry.param)
-                if position in self._aliases:
-                    self._masters_then[position] = versions(entry.state[entry.master_key])
+            self.versions[position] = versions(entry.param)
+            if position in self._aliases:
+                assert entry.master_key is not None
+                self._masters_then[position] = versions(entry.state[entry.master_key])
 
 
 def _fingerprints(entry: Entry) -> tuple[Tensor, Tensor]:
