@@ -12,7 +12,7 @@ CPP := $(shell find csrc -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -name "
 OLD_TRITON := 3.6
 OLD_VENV := $(VENV)-triton-$(OLD_TRITON)
 
-.PHONY: setup train test lint format sanitize slow bench fit-big clean triton-$(OLD_TRITON)
+.PHONY: setup train test lint format sanitize slow bench fit-big docs clean triton-$(OLD_TRITON)
 
 setup: $(VENV)/.ready
 
@@ -64,5 +64,9 @@ fit-big: setup
 bench: setup
 	$(BIN)/python -m pytest benchmarks -s
 
+# The pages and the API reference, in docs/_build; a broken reference is an error.
+docs: setup
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+
 clean:
-	rm -rf build dist *.egg-info shardops/*.so .pytest_cache .mypy_cache .ruff_cache runs
+	rm -rf build dist docs/_build *.egg-info shardops/*.so .pytest_cache .mypy_cache .ruff_cache runs

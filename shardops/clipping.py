@@ -53,13 +53,12 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping, reduced, as a plain float32 scalar on the first parameter's device, also for DTensors
-        (for which torch returns a DTensor that is still to be reduced).
+        (for which torch returns a DTensor that is still to be reduced). Errors come before anything is written.
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite``.
         ValueError: another norm_type, a gradient that is a pending sum (``Partial``), a group without this rank.
         TypeError: a gradient that is not a dense tensor of float32, bfloat16 or float16.
-        All of them before anything is written.
     """
     norm_type = check_norm_type(norm_type)
     max_norm = float(max_norm)

@@ -82,7 +82,7 @@ def grad_norm(
 
     Each local tensor is summed once in the fixed tree of ``backends/reference/grad_norm.py``; DTensors are then summed
     over the ranks that they are sharded over. Replicas count once. One all-reduce does it under FSDP, HSDP, tensor
-    parallelism under FSDP, and for parameters on several meshes of one job; see :class:`NormLayout`.
+    parallelism under FSDP, and for parameters on several meshes of one job (``NormLayout`` says how).
 
     Args:
         grads: tensors or DTensors, any shapes and devices.

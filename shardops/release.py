@@ -71,9 +71,9 @@ def enable_gradient_release(
         ValueError: DistributedDataParallel (at the first backward too) or FSDP1; an optimizer with ``max_grad_norm``, a
             shared norm, or enabled already; parameters that are not the model's or have a gradient; both limits, or one
             outside its range.
-        In backward, RuntimeError: a second gradient; a CUDA graph is captured; FSDP2 groups that another optimizer
-            shares without gradient release; ``plug_in(fp32_gradients=True)`` after this call.
-        In ``step``, RuntimeError: a GradScaler calls it (found only then: backward has stepped by scaled gradients).
+        RuntimeError: in backward: a second gradient; a CUDA graph is captured; FSDP2 groups that another optimizer
+            shares without gradient release; ``plug_in(fp32_gradients=True)`` after this call. In ``step``: a GradScaler
+            calls it (found only then: backward has stepped by scaled gradients).
     """
     if not isinstance(optimizer, FusedShardedAdam):
         raise TypeError(

@@ -46,10 +46,10 @@ class FusedShardedAdam(graphs.GraphCapture, torch.optim.Optimizer):
         foreach, fused: accepted for drop-in use, without effect: the step is always fused.
         maximize: ascend.
         capturable: step counters live on the parameters' device, so that a CUDA graph can hold the step. States are
-            made before the capture: by a warm-up step, or :meth:`prepare_capture`. The graph holds addresses: replays
+            made before the capture: by a warm-up step, or ``prepare_capture()``. The graph holds addresses: replays
             do not see what is replaced after it (states by ``load_state_dict``, parameters by casts, a cleared
             ``.grad`` unless backward is in the same graph: ``zero_grad(set_to_none=False)`` keeps it);
-            :meth:`check_captured` finds that. Options are part of the graph, a number as ``lr`` too; an ``lr`` tensor
+            ``check_captured()`` finds that. Options are part of the graph, a number as ``lr`` too; an ``lr`` tensor
             on the GPU is read at each replay. What the attributes below are after the capture, replays write.
         differentiable: True raises: kernels update in place.
         decoupled_weight_decay: AdamW.
