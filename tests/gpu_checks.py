@@ -10,18 +10,34 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpu_code import Code
+from gpu_code import Code, Traffic
 
 # ---- what the source asked for ---------------------------------------------------------------------------------------
 
 
-def inexact_operations(ptx: str) -> set[str]:
+def inexact_operations(ptx: str) -> Counter[str]:
     """Float operations of PTX that approximate, flush denormals to zero, or round a product and a sum at once."""
     # An instruction begins its line, or follows another one of inline assembly.
     begin = r"(?:^|[;{])\s*(?:@!?%?\w+\s+)?"
-    operations = set(re.findall(begin + r"([a-z][a-z0-9_.:]*\.(?:f16|bf16|f32|f64)\w*)\s", ptx, re.M))
+    operations = Counter(re.findall(begin + r"([a-z][a-z0-9_.:]*\.(?:f16|bf16|f32|f64)\w*)\s", ptx, re.M))
     pattern = r"approx|full|ftz|^(fma|mad|rsqrt|ex2|lg2|sin|cos|tanh)\."
-    return {operation for operation in operations if re.search(pattern, operation)}
+    return Counter({name: number for name, number in operations.items() if re.search(pattern, name)})
+
+
+def ptx_problems(ptx: str, quotients: int = 0, roots: int = 0) -> dict[str, str]:
+    """What is wrong with the operations that a kernel's PTX asks for.
+
+    quotients, roots: how often csrc/common/platform.h's results in a known range are meant, no more and no fewer.
+    """
+    asked = inexact_operations(ptx)
+    meant = {"rcp.approx.ftz.f32": quotients, "rsqrt.approx.ftz.f32": roots, "fma.rn.f32": 4 * quotients + 2 * roots}
+    wrong = {name: number for name, number in asked.items() if number != meant.get(name, 0)}
+    wrong |= {name: 0 for name, number in meant.items() if number and name not in asked}
+    found: dict[str, list[str]] = {}
+    for name in sorted(wrong):
+        check = "fused" if name.startswith(("fma", "mad")) else "approximate"
+        found.setdefault(check, []).append(f"{wrong[name]} {name}" if meant.get(name) else name)
+    return {check: ", ".join(found[check]) for check in sorted(found)}
 
 
 # ---- occupancy -------------------------------------------------------------------------------------------------------
@@ -51,13 +67,18 @@ _REGISTER_UNIT, _WARP_UNIT, _SHARED_UNIT, _SYSTEM_SHARED = 256, 4, 128, 1024
 
 def occupancy(code: Code, threads: int, dynamic_shared: int = 0) -> float:
     """The share of a multiprocessor's warps that blocks of so many threads can fill."""
-    limits = MULTIPROCESSORS[code.arch]
+    return occupancy_of(code.arch, code.registers, code.static_shared, threads, dynamic_shared)
+
+
+def occupancy_of(arch: int, registers: int, static_shared: int, threads: int, dynamic_shared: int = 0) -> float:
+    """The same of a kernel whose resources alone are known."""
+    limits = MULTIPROCESSORS[arch]
     warps = -(-threads // 32)
-    a_warp = -(-code.registers * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
+    a_warp = -(-registers * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
     by_registers = limits.registers // a_warp // _WARP_UNIT * _WARP_UNIT // warps
     # From sm_90 on, what is used statically is told with the system's part.
-    system = 0 if code.static_shared >= _SYSTEM_SHARED and code.arch >= 90 else _SYSTEM_SHARED
-    shared = -(-(system + code.static_shared + dynamic_shared) // _SHARED_UNIT) * _SHARED_UNIT
+    system = 0 if static_shared >= _SYSTEM_SHARED and arch >= 90 else _SYSTEM_SHARED
+    shared = -(-(system + static_shared + dynamic_shared) // _SHARED_UNIT) * _SHARED_UNIT
     blocks = min(limits.blocks, limits.warps // warps, by_registers, limits.shared // shared)
     return blocks * warps / limits.warps
 
@@ -79,6 +100,11 @@ class Demands:
     stores: Sequence[int] | None = None
     # Bytes that one thread loads and stores in a round of the masked path's loop, which may be unrolled.
     round: tuple[int, int] = (0, 0)
+    # Quotients and roots in a known range (csrc/common/platform.h): their seeds are approximations that are meant.
+    in_range: tuple[int, int] = (0, 0)
+    # The accesses of each loop that has any, and those outside of loops; None: not looked at.
+    loops: Sequence[Traffic] | None = None
+    others: Traffic | None = None
 
 
 def problems(code: Code, ptx: str, demands: Demands, dynamic_shared: int = 0) -> dict[str, str]:
@@ -92,13 +118,14 @@ def problems(code: Code, ptx: str, demands: Demands, dynamic_shared: int = 0) ->
     inside = Counter() if demands.fp64_loops else code.fp64(in_loop=True)
     if outside or inside:
         found["fp64"] = f"outside of loops {dict(outside)}, in loops {dict(inside)}"
-    asked = inexact_operations(ptx)
-    fused = {operation for operation in asked if operation.startswith(("fma", "mad"))}
-    if approximate := [*sorted(asked - fused), *code.approximate()]:
-        found["approximate"] = ", ".join(approximate)
-    if fusions := [*sorted(fused), *code.fused()]:
-        found["fused"] = ", ".join(fusions)
-    found |= _traffic_problems(code, demands)
+    asked = ptx_problems(ptx, *demands.in_range) if ptx else {}
+    made = {"approximate": code.approximate(*demands.in_range), "fused": code.fused(*demands.in_range)}
+    for check, names in made.items():
+        if both := [*([asked[check]] if check in asked else []), *names]:
+            found[check] = ", ".join(both)
+    if generic := code.count(r"(LD|ST|ATOM)\b"):
+        found["generic"] = f"{generic} accesses that find out at run time what memory they go to"
+    found |= _traffic_problems(code, demands) | _loop_problems(code, demands)
     share = occupancy(code, demands.threads, dynamic_shared)
     if share < demands.occupancy:
         found["occupancy"] = f"{share} of the warps with {code.registers} registers, should be {demands.occupancy}"
@@ -135,6 +162,26 @@ def _traffic_problems(code: Code, demands: Demands) -> dict[str, str]:
         found["bytes"] = (
             f"loops do {sorted(rounds)} rounds of {demands.round} bytes loaded and stored: not as many of both"
         )
+    return found
+
+
+def _listed(traffic: Traffic) -> str:
+    """As in "4 loads of 16, 1 load of 16 maybe"."""
+    names = []
+    for (kind, nbytes, always), number in sorted(traffic.items()):
+        names.append(f"{number} {kind}{'s' * (number > 1)} of {nbytes}{'' if always else ' maybe'}")
+    return ", ".join(names) or "none"
+
+
+def _loop_problems(code: Code, demands: Demands) -> dict[str, str]:
+    """Each loop's accesses, one by one: their widths, and which of them every round makes."""
+    found = {}
+    if demands.loops is not None:
+        actual, expected = (sorted(map(_listed, traffic)) for traffic in (code.loop_traffic, demands.loops))
+        if actual != expected:
+            found["loops"] = f"their accesses are ({'; '.join(actual)}), should be ({'; '.join(expected)})"
+    if demands.others is not None and code.other_traffic != demands.others:
+        found["others"] = f"outside of loops {_listed(code.other_traffic)}, should be {_listed(demands.others)}"
     return found
 
 

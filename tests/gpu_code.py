@@ -97,6 +97,10 @@ class Code:
                 # A second condition may stand before the label, and .DIV jumps only where a warp has parted.
                 is_sure = not instruction.predicate and instruction.operands.lstrip().startswith("`")
                 found.append(instruction.label_targets + (() if is_sure else following))
+            elif base == "CALL":
+                # Into the function itself it is a jump: the assembler may leave a loop by one.
+                own = [t for t in instruction.label_targets if self.instructions[t].function == instruction.function]
+                found.append((*own, *following))
             elif base in ("EXIT", "RET", "KILL") and not instruction.predicate:
                 found.append(())
             else:
@@ -117,6 +121,7 @@ class Code:
             for index in on_cycle
             if self.instructions[index].base == "CALL"
             for target in self.instructions[index].label_targets
+            if self.instructions[target].function != self.instructions[index].function
         }
         inside = {index for index, instruction in enumerate(self.instructions) if instruction.function in called}
         return frozenset(on_cycle | inside)
@@ -213,8 +218,10 @@ class Code:
         chosen = (i for index, i in enumerate(self.instructions) if i.is_fp64 and (index in self.loops) == in_loop)
         return Counter(instruction.opcode for instruction in chosen)
 
-    def approximate(self) -> list[str]:
+    def approximate(self, quotients: int = 0, roots: int = 0) -> list[str]:
         """Approximations of a function that are not the seed of a correctly rounded one.
+
+        quotients, roots: seeds that are meant beside those, of csrc/common/platform.h's results in a known range.
 
         MUFU is the unit for approximations. A correctly rounded float32 division begins with MUFU.RCP and has a check
         of its operands' range, FCHK; a root with MUFU.RSQ, a reciprocal with MUFU.RCP, each with a comparison that is
@@ -225,7 +232,8 @@ class Code:
         body = [i for i in self.instructions if i.function == self.name]
         integer = self.count(r"I2FP?\..*\.RP$", body_only=True)
         reciprocals = self.count(r"FCHK\b", body_only=True) + integer + _compared(body, _RECIPROCAL_CHECK)
-        for opcode, expected in (("MUFU.RCP", reciprocals), ("MUFU.RSQ", _compared(body, _ROOT_CHECK))):
+        checked_roots = _compared(body, _ROOT_CHECK)
+        for opcode, expected in (("MUFU.RCP", reciprocals + quotients), ("MUFU.RSQ", checked_roots + roots)):
             number = self.count(f"{opcode}$", body_only=True)
             if number != expected:
                 found.append(f"{number} {opcode} for {expected} correctly rounded results")
@@ -233,10 +241,14 @@ class Code:
 
     def _slow_paths(self) -> set[str]:
         names = {i.function for i in self.instructions}
-        return {name for name in names if re.search(r"__cuda_sm\w+_(sqrt|div|rcp|dsqrt|ddiv|drcp|rem|dblrcp)_", name)}
+        # A shuffle between threads of a warp that has parted is one, too.
+        known = r"__cuda_sm\w+_(sqrt|div|rcp|dsqrt|ddiv|drcp|rem|dblrcp|shflsync)_"
+        return {name for name in names if re.search(known, name)}
 
-    def fused(self) -> list[str]:
+    def fused(self, quotients: int = 0, roots: int = 0) -> list[str]:
         """Fused multiply-adds that are not part of a correctly rounded division, root or reciprocal.
+
+        quotients, roots: as above; of these, each takes four and two.
 
         Those take a fixed number: in float32 a division five, a root or a reciprocal two; in float64 a division seven,
         a root five. One more is a product and a sum that were asked for apart. The same on pairs (FFMA2) or halves has
@@ -247,7 +259,7 @@ class Code:
         refined = _compared(body, _ROOT_CHECK) + _compared(body, _RECIPROCAL_CHECK)
         seeds = (self.count(f"MUFU.{name}64H", body_only=True) for name in ("RCP", "RSQ"))
         expected = {
-            "FFMA": 5 * self.count(r"FCHK\b", body_only=True) + 2 * refined,
+            "FFMA": 5 * self.count(r"FCHK\b", body_only=True) + 2 * refined + 4 * quotients + 2 * roots,
             "DFMA": sum(number * seed for number, seed in zip((7, 5), seeds, strict=True)),
         }
         found = []
@@ -283,7 +295,7 @@ def parse(disassembly: str, usage: str) -> dict[tuple[int, str], Code]:
     arch = re.search(r"(?:\.target\s+sm_|EF_CUDA_SM)(\d+)", disassembly)
     if arch is None:
         raise ValueError(f"no architecture in what nvdisasm printed: {disassembly[:200]!r}")
-    resources = {name: tuple(map(int, numbers)) for name, *numbers in _USAGE.findall(usage)}
+    used = resources(usage)
     entries = set(re.findall(r'\.other\s+(\S+?),@"STO_CUDA_ENTRY', disassembly))
     labels: dict[str, int] = {}
     lines: dict[str, list[tuple[str, re.Match[str]]]] = {}
@@ -300,7 +312,7 @@ def parse(disassembly: str, usage: str) -> dict[tuple[int, str], Code]:
                 function = found[1]
     codes = {}
     for name in entries:
-        registers, stack, shared, local = resources[name]
+        registers, stack, shared, local = used[name]
         instructions = tuple(
             Instruction(
                 int(match[1], 16), match[2] or "", match[3], match[4].strip(), where,
@@ -321,7 +333,23 @@ def read_cubin(cubin: bytes | Path) -> dict[tuple[int, str], Code]:
         return parse(_run("nvdisasm", "-ndf", "-c", path), _run("cuobjdump", "-res-usage", path))
 
 
-def _demangled(names: Iterable[str]) -> dict[str, str]:
+def extract(path: Path, folder: Path, kind: str = "elf") -> list[Path]:
+    """Writes the cubins of an object or library to a folder, or its PTX (``"ptx"``), and returns the files' paths."""
+    _run("cuobjdump", f"-x{kind}", "all", path.resolve(), cwd=folder)
+    return sorted(folder.glob("*.cubin" if kind == "elf" else f"*.{kind}"))
+
+
+def read_resources(cubin: Path) -> dict[str, tuple[int, int, int, int]]:
+    """Of each kernel of a cubin: registers, bytes of stack, of static shared memory and of local memory."""
+    return resources(_run("cuobjdump", "-res-usage", cubin))
+
+
+def resources(usage: str) -> dict[str, tuple[int, int, int, int]]:
+    """The same of what cuobjdump printed."""
+    return {name: (int(a), int(b), int(c), int(d)) for name, a, b, c, d in _USAGE.findall(usage)}
+
+
+def demangled(names: Iterable[str]) -> dict[str, str]:
     names = sorted(names)
     filters = [path for name in ("cu++filt", "c++filt") if (path := tool(name))]
     if not filters or not names:
@@ -338,8 +366,7 @@ def read_object(path: Path) -> dict[tuple[int, str], Code]:
         if header[:4] == b"\x7fELF" and int.from_bytes(header[18:20], "little") == 190:
             cubins = [path]
         else:
-            _run("cuobjdump", "-xelf", "all", path.resolve(), cwd=Path(folder))
-            cubins = sorted(Path(folder).glob("*.cubin"))
+            cubins = extract(path, Path(folder))
         if not cubins:
             raise ValueError(f"{path} holds no machine code for an NVIDIA GPU; compile it with -gencode code=sm_..")
         found: dict[tuple[int, str], Code] = {}
@@ -347,5 +374,5 @@ def read_object(path: Path) -> dict[tuple[int, str], Code]:
             for key, code in read_cubin(cubin).items():
                 if found.setdefault(key, code).instructions != code.instructions:
                     raise ValueError(f"{path} holds two different kernels {key[1]} for sm_{key[0]}")
-    names = _demangled({name for _, name in found})
+    names = demangled({name for _, name in found})
     return {(arch, names[name]): code for (arch, name), code in found.items()}

@@ -164,7 +164,7 @@ def on_every_cycle(component: Collection[int], successors: Sequence[Sequence[int
 
 def _is_acyclic(following: dict[int, list[int]], without: int) -> bool:
     """Whether nodes can be taken away one by one, each when none leads to it any more."""
-    leading = {node: 0 for node in following}
+    leading = dict.fromkeys(following, 0)
     for node, children in following.items():
         for child in children if node != without else ():
             leading[child] += 1

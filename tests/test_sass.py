@@ -215,6 +215,53 @@ def test_cycles_of_random_graphs() -> None:
             node for node in range(size) if any(node in sass.reached(graph, following) for following in graph[node])
         }
         assert sass.on_cycles(graph) == expected, graph
+        for part in sass.cycles(graph):
+            assert all(part <= sass.reached(graph, node) for node in part), graph
+            needed = set()
+            for node in part:
+                others = [
+                    [n for n in graph[m] if n in part - {node}] if m in part - {node} else [] for m in range(size)
+                ]
+                needed |= set() if sass.on_cycles(others) else {node}
+            assert sass.on_every_cycle(part, graph) == needed, graph
+
+
+def test_accesses_of_a_loop_are_told_from_those_it_may_leave_out() -> None:
+    code = listed("""
+        LDG.E R9, desc[UR4][R2.64]
+        .L_x_0:
+        LDG.E.128 R4, desc[UR4][R2.64]
+        @P1 LDG.E R8, desc[UR4][R2.64]
+        @P2 BRA `(.L_x_1)
+        STG.E.64 desc[UR4][R2.64], R4
+        .L_x_1:
+        @P3 BRA `(.L_x_2)
+        STG.E.U16 desc[UR4][R2.64], R4
+        @!P0 BRA `(.L_x_0)
+        EXIT
+        .L_x_2:
+        STG.E.U8 desc[UR4][R2.64], R4
+        EXIT
+    """)
+    (loop,) = code.loop_traffic
+    assert loop == {("load", 16, True): 1, ("load", 4, False): 1, ("store", 8, False): 1, ("store", 2, True): 1}
+    assert code.other_traffic == {("load", 4, False): 1, ("store", 1, False): 1}
+
+
+def test_a_call_into_the_kernel_itself_is_a_jump() -> None:
+    """How the assembler may leave a loop on sm_80; what is before the loop is not called from it."""
+    code = listed("""
+        DMUL R0, R2, R4
+        .L_x_0:
+        DFMA R0, R2, R4, R6
+        @P0 CALL.REL.NOINC `(.L_x_1)
+        BRA `(.L_x_0)
+        .L_x_1:
+        DADD R0, R2, R4
+        EXIT
+    """)
+    assert in_loops(code) == ["DFMA", "CALL.REL.NOINC", "BRA"]
+    assert code.successors[2] == (4, 3)
 
 
 @pytest.mark.parametrize(
