@@ -31,13 +31,6 @@ std::vector<Item>& of_dtype(ByDtype<Item>& items, Dtype dtype) {
   return items[static_cast<size_t>(dtype)];
 }
 
-// A CPU reads at any address, a GPU gives up the whole process's context.
-void check_aligned(const void* start, Dtype dtype, const char* name, size_t index) {
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(start) % dtype_nbytes(dtype) == 0, name, "[", index,
-                  "] starts at an address that is no multiple of its elements' ", dtype_nbytes(dtype),
-                  " bytes, which a GPU cannot read; clone it");
-}
-
 // ---- flatten_shard, unflatten_shard, cast_gather ----
 
 ByDtype<CopySegment> copies_of(const CopyPlan& plan, bool into_buffer) {
@@ -60,9 +53,9 @@ ByDtype<CopySegment> copies_of(const CopyPlan& plan, bool into_buffer) {
 
 void copy_segments(const Device& device, const CopyPlan& plan, std::optional<double> scale, bool into_buffer,
                    const char* primitive) {
-  check_aligned(plan.buffer.start, plan.buffer.dtype, "buffer", 0);
+  check_aligned(plan.buffer.start, dtype_nbytes(plan.buffer.dtype), "buffer", 0);
   for (size_t i = 0; i < plan.arrays.size(); ++i) {
-    check_aligned(plan.arrays[i].start, plan.arrays[i].dtype, "tensors", i);
+    check_aligned(plan.arrays[i].start, dtype_nbytes(plan.arrays[i].dtype), "tensors", i);
   }
   const float factor = static_cast<float>(scale.value_or(1.0));
   const DeviceScope scope(device);
@@ -124,7 +117,7 @@ std::tuple<Tensor, Tensor> grad_norm(StableListHandle grad_list, double norm_typ
   int64_t total_blocks = 0;
   for (size_t i = 0; i < plan.arrays.size(); ++i) {
     const NormArray& array = plan.arrays[i];
-    check_aligned(array.start, array.dtype, "grads", i);
+    check_aligned(array.start, dtype_nbytes(array.dtype), "grads", i);
     of_dtype(tensors, array.dtype).push_back(NormTensor{array.start, array.numel, total_blocks});
     total_blocks += array.blocks();
   }

@@ -154,6 +154,25 @@ class Launcher {
   uint32_t slots_ = 0;
 };
 
+int64_t moment_nbytes(const AdamFormat& format) {
+  return format.moments == Moments::kFloat32 ? 4 : format.moments == Moments::kBFloat16 ? 2 : 1;
+}
+
+int64_t master_nbytes(const AdamFormat& format) {
+  return format.master == Master::kSplit24 ? 1 : format.master == Master::kSplit ? 2 : 4;
+}
+
+void check_tensor_aligned(const AdamFormat& format, const AdamTensor& tensor, size_t index) {
+  check_aligned(tensor.param, dtype_nbytes(format.param), "params", index);
+  check_aligned(tensor.grad, dtype_nbytes(format.grad), "grads", index);
+  check_aligned(tensor.exp_avg, moment_nbytes(format), "exp_avgs", index);
+  check_aligned(tensor.exp_avg_sq, moment_nbytes(format), "exp_avg_sqs", index);
+  check_aligned(tensor.max_exp_avg_sq, 4, "max_exp_avg_sqs", index);
+  check_aligned(tensor.master, master_nbytes(format), "masters", index);
+  check_aligned(tensor.shadow, dtype_nbytes(format.shadow), "shadows", index);
+  check_aligned(tensor.block_words, 4, "block_words", index);
+}
+
 // Whether `next` begins where `tensor` ends, in all its arrays.
 bool follows(const AdamFormat& format, const AdamTensor& tensor, const AdamTensor& next) {
   const auto ends_at = [&tensor](const void* start, int64_t nbytes, const void* other) {
@@ -161,13 +180,12 @@ bool follows(const AdamFormat& format, const AdamTensor& tensor, const AdamTenso
     return static_cast<const char*>(start) + tensor.numel * nbytes == other;
   };
   if (tensor.numel == 0 || next.numel == 0) return false;
-  const int64_t moment_nbytes = format.moments == Moments::kFloat32 ? 4 : 2;
-  const int64_t master_nbytes = format.master == Master::kFloat32 ? 4 : 2;
   return ends_at(tensor.param, dtype_nbytes(format.param), next.param) &&
          ends_at(tensor.grad, dtype_nbytes(format.grad), next.grad) &&
-         ends_at(tensor.exp_avg, moment_nbytes, next.exp_avg) &&
-         ends_at(tensor.exp_avg_sq, moment_nbytes, next.exp_avg_sq) &&
-         ends_at(tensor.max_exp_avg_sq, 4, next.max_exp_avg_sq) && ends_at(tensor.master, master_nbytes, next.master) &&
+         ends_at(tensor.exp_avg, moment_nbytes(format), next.exp_avg) &&
+         ends_at(tensor.exp_avg_sq, moment_nbytes(format), next.exp_avg_sq) &&
+         ends_at(tensor.max_exp_avg_sq, 4, next.max_exp_avg_sq) &&
+         ends_at(tensor.master, master_nbytes(format), next.master) &&
          ends_at(tensor.shadow, dtype_nbytes(format.shadow), next.shadow);
 }
 
@@ -178,11 +196,10 @@ bool takes_wide_blocks(const AdamFormat& format, const AdamTensor& tensor) {
   const auto fits = [](const void* address, int64_t nbytes) {
     return reinterpret_cast<uintptr_t>(address) % std::min<int64_t>(8 * nbytes, 16) == 0;  // null fits
   };
-  const int64_t master_nbytes = format.master == Master::kSplit24 ? 1 : format.master == Master::kSplit ? 2 : 4;
   return tensor.block_columns % kBlock == 0 && fits(tensor.block_words, 1) &&
          fits(tensor.param, dtype_nbytes(format.param)) && fits(tensor.grad, dtype_nbytes(format.grad)) &&
          fits(tensor.exp_avg, 1) && fits(tensor.exp_avg_sq, 1) && fits(tensor.max_exp_avg_sq, 4) &&
-         fits(tensor.master, master_nbytes) && fits(tensor.shadow, dtype_nbytes(format.shadow));
+         fits(tensor.master, master_nbytes(format)) && fits(tensor.shadow, dtype_nbytes(format.shadow));
 }
 
 AdamLaunch empty_launch(const AdamFormat& format, bool dithered, bool maximize) {
@@ -245,6 +262,7 @@ void sharded_adam(StableListHandle param_list, StableListHandle grad_list, Stabl
   AdamFormat format = adam_format(lists, rounding, rows != nullptr);
   format.coupled_decay = !decoupled_weight_decay && weight_decay != 0.0;
   format.unscale = grad_scale.has_value();
+  for (size_t i = 0; i < tensors.size(); ++i) check_tensor_aligned(format, tensors[i], i);
 
   AdamLaunch empty = empty_launch(format, rows != nullptr, maximize);
   empty.strided = is_strided(empty, tensors);

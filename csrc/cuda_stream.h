@@ -69,6 +69,13 @@ inline void* current_stream(const Device& device) {
 
 #endif
 
+// A CPU reads at any address, a GPU gives up the whole process's context. nbytes: of an element, a power of two.
+inline void check_aligned(const void* start, int64_t nbytes, const char* name, size_t index) {
+  STD_TORCH_CHECK((reinterpret_cast<uintptr_t>(start) & (nbytes - 1)) == 0, name, "[", index,
+                  "] starts at an address that is no multiple of its elements' ", nbytes,
+                  " bytes, which a GPU cannot read; clone it");
+}
+
 // error: what a launcher returned.
 inline void check_launch(const char* error, const char* primitive) {
   STD_TORCH_CHECK(error == nullptr, "CUDA could not launch ", primitive, ": ", error,

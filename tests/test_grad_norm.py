@@ -6,12 +6,14 @@ import math
 
 import pytest
 import torch
-from reference import DTYPES, awkward, ordinary, strided, transposed, ulps, unaligned
+import twin
+from reference import DTYPES, awkward, generator, ordinary, strided, transposed, ulps, unaligned
 from torch import Tensor
 
 from shardops import ops
 
 NORM_TYPES = (1.0, 2.0, math.inf)
+BLOCK = 4096  # elements of a block of the fixed tree
 
 
 def exact_norm(grads: list[Tensor], norm_type: float) -> float:
@@ -107,6 +109,19 @@ def test_nonfinite_is_flagged_and_propagates(
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_nonfinite_in_a_later_block(backend: str, bad: float, norm_type: float) -> None:
+    """Also where a block's value is no longer one that the first threads of the last kernel take."""
+    for dtype in DTYPES:
+        for block in (31, 32, 33, 47, 48):
+            grad = ordinary(48 * BLOCK + 17, seed=1, dtype=dtype)
+            grad[block * BLOCK + block % 17] = bad
+            total, nonfinite = ops.grad_norm([grad], norm_type, backend=backend)
+            assert nonfinite == 1, (dtype, block)
+            assert total.isnan() if math.isnan(bad) else total == math.inf, (dtype, block)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
 def test_nan_wins_over_infinity(backend: str, norm_type: float) -> None:
     """In one block, and in two; in either order."""
     for distance in (1, 5000):
@@ -118,19 +133,43 @@ def test_nan_wins_over_infinity(backend: str, norm_type: float) -> None:
             assert total.isnan()
 
 
+def assert_backends_agree(grads: list[Tensor], norm_type: float, flag: float = 0.0) -> None:
+    """The same bits, or NaN."""
+    twin.register()
+    expected, expected_flag = ops.grad_norm(grads, norm_type, backend="reference")
+    assert expected_flag == flag
+    for name in ("cpp", "cuda_twin"):
+        got, got_flag = ops.grad_norm(grads, norm_type, backend=name)
+        assert got_flag == flag, name
+        assert torch.equal(got.view(torch.int64), expected.view(torch.int64)) or (got.isnan() and expected.isnan()), (
+            name
+        )
+
+
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_backends_give_the_same_bits(dtype: torch.dtype, norm_type: float) -> None:
     for seed in range(25):
         finite = seed % 5 > 0
-        grads = [
-            awkward(n, 10 * seed + i, dtype, finite=finite) for i, n in enumerate((seed * 997, 4096, 3, 0, 12_289))
-        ]
-        (expected, flag), (got, got_flag) = (
-            ops.grad_norm(grads, norm_type, backend=name) for name in ("reference", "cpp")
-        )
-        assert got_flag == flag == (0.0 if finite else 1.0)
-        assert torch.equal(got.view(torch.int64), expected.view(torch.int64)) or (got.isnan() and expected.isnan())
+        numels = (seed * 997, 4096, 3, 0, 12_289)
+        grads = [awkward(n, 10 * seed + i, dtype, finite=finite) for i, n in enumerate(numels)]
+        assert_backends_agree(grads, norm_type, 0.0 if finite else 1.0)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_backends_add_in_one_order(dtype: torch.dtype, norm_type: float) -> None:
+    """Magnitudes far apart, by element, by lane and by block: another order of additions then has other bits.
+
+    Of ordinary values, many orders have the same sum.
+    """
+    most = 10 if dtype == torch.float16 else 30
+    for seed in range(5):
+        values = ordinary(70, 16, 256, seed=seed)
+        for shape in ((70, 16, 256), (256,), (70, 1, 1)):
+            powers = torch.randint(-most, most + 1, shape, generator=generator(seed))
+            spread = (values * torch.exp2(powers.float())).view(-1)
+            assert_backends_agree([spread[: spread.numel() - 100 * seed].to(dtype)], norm_type)
 
 
 @pytest.mark.parametrize("numel", range(1, 71))
@@ -138,9 +177,8 @@ def test_tails(numel: int) -> None:
     for base in (0, 4096):
         for dtype in DTYPES:
             grads = [unaligned(ordinary(base + numel, seed=numel, dtype=dtype))]
-            reference, cpp = (ops.grad_norm(grads, backend=name)[0] for name in ("reference", "cpp"))
-            assert torch.equal(reference, cpp)
-            assert ulps(math.sqrt(cpp), exact_norm(grads, 2.0)) <= 1
+            assert_backends_agree(grads, 2.0)
+            assert ulps(norm(grads, 2.0, "cpp"), exact_norm(grads, 2.0)) <= 1
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)

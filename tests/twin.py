@@ -48,6 +48,7 @@ def build(target: Path, extra: tuple[str, ...] = (), link: tuple[str, ...] = ())
         *native.shared_checks(flags),
         native.Compile(FOLDER / "schemas.cpp", flags),
         native.Compile(FOLDER / "traffic.cpp", flags),
+        native.Compile(FOLDER / "probes.cpp", flags),
     ]
     # -O1: half of the time of compiling, and the twins' own time does not matter.
     common = [flag for flag in native.COMMON_FLAGS if flag != "-O3"] + ["-O1", *extra]

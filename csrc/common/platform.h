@@ -42,8 +42,10 @@ namespace shardops {
 // ---- quotients and roots where no intermediate result leaves the normal numbers ----
 //
 // Correctly rounded without a branch, in half of the instructions that a GPU takes for the general ones: a seed from an
-// approximate instruction, then what follows it here. tests/test_cuda_arithmetic.py proves the rounding for every seed
-// that is as near as PTX says: an error of 1 ulp for rcp.approx, of 2^-22.9 of the value for rsqrt.approx.
+// approximate instruction, then what follows it here. The sequences are those that the CUDA compiler makes of the IEEE
+// operations, without its checks of the range. tests/test_cuda_arithmetic.py shows that, and all cases in which a seed
+// that PTX would allow is not good enough: 3 quotients and 30 roots, times powers of two, by which the compiler's own
+// would be wrong, too.
 
 // 1 / b from a seed near it: not always the nearest number, but within 2^-24 of its size and a little.
 SHARDOPS_HD float refined_inverse(float b, float seed) {

@@ -50,8 +50,7 @@ const char* launch(Kernel* kernel, int64_t blocks, int threads, void* stream, co
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 #else
   (void)stream;
-  cuda_on_host::run<kTalks>(kernel, blocks, threads, arguments);
-  return nullptr;
+  return cuda_on_host::run<kTalks>(kernel, blocks, threads, arguments);
 #endif
 }
 

@@ -12,7 +12,7 @@ constexpr int kCountOfLane = kBlock / kLanes;
 // ---- a thread's elements of a block ----
 
 // Next to each other, in a full block that starts where wide accesses may. A block past the last one is given as the
-// last one once more, of which nothing is stored.
+// last one once more, of which nothing is stored: what is read of it may be half new, and nobody sees what comes of it.
 struct WideLane {
   static constexpr int kCount = kCountOfLane;
   static constexpr bool kChecksRange = true;

@@ -1,29 +1,12 @@
-// Proves that refined_quotient() and refined_root() of csrc/common/platform.h, and so a GPU's quotient_in_range() and
-// root_in_range(), round correctly whatever the approximate instructions return within a few units in the last place.
-// Run by test_cuda_arithmetic.py, which has the argument; exit status 0: no counterexample, 1: one is printed.
+// Finds every case in which refined_quotient() or refined_root() of csrc/common/platform.h, and so a GPU's
+// quotient_in_range() or root_in_range(), would round wrongly for some seed near the exact one, and proves that there
+// are no others. test_cuda_arithmetic.py runs it, says how many cases there are, and why a GPU meets none of them.
 #include <atomic>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <string>
-#include <thread>
-#include <vector>
 
-#include "common/adam_math.h"
-#include "common/block_quant.h"
+#include "range_proof.h"
 
 namespace shardops {
 namespace {
-
-// ---- how a run is made ----
-
-int threads = 1;
-uint32_t stride = 1;         // every how many mantissas are looked at: 1 is the proof
-int root_steps = 4;          // seeds, in floats on either side of the correctly rounded one
-int quotient_steps = 2;      // likewise
-std::string fault = "none";  // what is done wrong, to show that it is found
 
 // Faults are chosen outside of the loops.
 enum class Fault { kNone, kNoInverse, kNoRemainder, kSign, kRootUnrefined, kRootHalf };
@@ -45,73 +28,16 @@ SHARDOPS_HD float root(float a, float seed) {
   return refined_root(a, seed);
 }
 
-// The float that is some steps from a positive one.
-SHARDOPS_HD float stepped(float value, int steps) { return bits_to_float(float_to_bits(value) + steps); }
-
-// Of float64's 53 bits, 2 * 24 + 2 suffice for a root that is rounded twice to be rounded correctly.
-SHARDOPS_HD float exact_root(float a) { return static_cast<float>(std::sqrt(static_cast<double>(a))); }
-
-bool same_bits(float a, float b) { return float_to_bits(a) == float_to_bits(b); }
-
-struct Finding {
-  uint64_t cases = 0;
-  uint64_t wrong = 0;
-  std::string first;
-
-  void check(bool right, const char* what, float a, float b, float seed, float found) {
-    ++cases;
-    if (right || wrong++ > 0) return;
-    char text[200];
-    std::snprintf(text, sizeof(text), "%s of %a, %a with %a gives %a", what, a, b, seed, found);
-    first = text;
-  }
-  void add(const Finding& other) {
-    if (wrong == 0) first = other.first;
-    cases += other.cases;
-    wrong += other.wrong;
-  }
-};
-
-// Finding of all of [0, count), shared by the threads in pieces.
-Finding over(uint32_t count, const std::function<Finding(uint32_t first, uint32_t last)>& piece) {
-  std::vector<Finding> findings(threads);
-  std::vector<std::thread> running;
-  for (int i = 0; i < threads; ++i) {
-    running.emplace_back([&, i] {
-      const auto first = static_cast<uint32_t>(uint64_t{count} * i / threads);
-      findings[i] = piece(first, static_cast<uint32_t>(uint64_t{count} * (i + 1) / threads));
-    });
-  }
-  for (std::thread& each : running) each.join();
-  Finding total;
-  for (const Finding& each : findings) total.add(each);
-  return total;
-}
-
-struct Random {
-  uint64_t state;
-  uint32_t operator()() {
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    return static_cast<uint32_t>(state >> 32);
-  }
-  // All exponents from low's to high's alike.
-  float between(float low, float high) {
-    const uint32_t first = float_to_bits(low);
-    return bits_to_float(first + (*this)() % (float_to_bits(high) - first + 1));
-  }
-  int step(int most) { return static_cast<int>((*this)() % (2 * most + 1)) - most; }
-};
-
 // ---- roots ----
 
 template <Fault kFault>
 void check_root(Finding& finding, float a) {
   const float expected = exact_root(a);
-  const float inverse = static_cast<float>(1.0 / std::sqrt(static_cast<double>(a)));
+  const float inverse = inverse_root(a);
   for (int step = -root_steps; step <= root_steps; ++step) {
     const float seed = stepped(inverse, step);
     const float found = root<kFault>(a, seed);
-    finding.check(same_bits(found, expected), "the root", a, 0.0f, seed, found);
+    finding.check(same_bits(found, expected), "the root", a, 0.0f, seed, found, step);
   }
 }
 
@@ -128,7 +54,7 @@ Finding roots() {
       for (int j = 0; j < kAtOnce; ++j) {
         a[j] = bits_to_float(from + i * kAtOnce + j);
         expected[j] = exact_root(a[j]);
-        inverse[j] = static_cast<float>(1.0 / std::sqrt(static_cast<double>(a[j])));
+        inverse[j] = inverse_root(a[j]);
       }
       uint32_t differing = 0;
       for (int step = -root_steps; step <= root_steps; ++step) {
@@ -144,21 +70,32 @@ Finding roots() {
   });
 }
 
-// Zeros, both ends of the range, and what is between at random.
+// All else that is allowed is such a float times a power of four, and the sequence does not notice: a result differs by
+// a power of two, to the bit, also where remainders are subnormal. The ends of the range, what is between at random,
+// and zeros, which give themselves.
 template <Fault kFault>
 Finding other_roots() {
   return over(1u << 22, [](uint32_t first, uint32_t last) {
     Finding finding;
     Random random{first};
     for (uint32_t i = first; i < last; i += stride) {
-      check_root<kFault>(finding, stepped(kSmallestInRange, static_cast<int>(i)));
-      check_root<kFault>(finding, stepped(0x1p100f, -static_cast<int>(i)));
-      check_root<kFault>(finding, random.between(kSmallestInRange, 0x1p100f));
+      const auto near = static_cast<int>(i % (1u << 16));
+      for (const float a : {stepped(kSmallestInRange, near), stepped(0x1p100f, -near), stepped(kSmallestInRange, i),
+                            random.between(kSmallestInRange, 0x1p100f)}) {
+        const int half = (static_cast<int>(float_to_bits(a) >> 23) - 127) >> 1;  // a: times 4^half in [1, 4)
+        const float scaled = std::ldexp(a, -2 * half), inverse = inverse_root(a);
+        for (int step = -root_steps; step <= root_steps; ++step) {
+          const float seed = stepped(inverse, step), found = root<kFault>(a, seed);
+          const float expected = std::ldexp(root<kFault>(scaled, std::ldexp(seed, half)), half);
+          finding.check(same_bits(found, expected) && (step != 0 || same_bits(found, exact_root(a))), "the root", a,
+                        0.0f, seed, found, step);
+        }
+      }
     }
     for (const float zero : {0.0f, -0.0f}) {
       for (int step = -root_steps; step <= root_steps; ++step) {
         const float seed = stepped(0x1p50f, step), found = root<kFault>(zero, seed);
-        finding.check(same_bits(found, zero), "the root", zero, 0.0f, seed, found);
+        finding.check(same_bits(found, zero), "the root", zero, 0.0f, seed, found, step);
       }
     }
     return finding;
@@ -168,12 +105,12 @@ Finding other_roots() {
 // ---- quotients ----
 
 template <Fault kFault>
-void check_quotient(Finding& finding, float a, float b) {
+void check_quotient(Finding& finding, float a, float b, int steps) {
   const float expected = a / b, inverse = 1.0f / b;
-  for (int step = -quotient_steps; step <= quotient_steps; ++step) {
+  for (int step = -steps; step <= steps; ++step) {
     const float seed = stepped(inverse, step);
     const float found = quotient<kFault>(a, b, seed);
-    finding.check(same_bits(found, expected), "the quotient", a, b, seed, found);
+    finding.check(same_bits(found, expected), "the quotient", a, b, seed, found, step);
   }
 }
 
@@ -201,7 +138,7 @@ void check_near_middles(Finding& finding, uint32_t B, uint64_t& malformed) {
       for (; A < high; A += modulus) {
         const int64_t product = static_cast<int64_t>(A << (k + 1)) - odd;
         malformed += product % B != 0 || (product / B) % 2 == 0;
-        check_quotient<kFault>(finding, static_cast<float>(A), static_cast<float>(B));
+        check_quotient<kFault>(finding, static_cast<float>(A), static_cast<float>(B), quotient_steps);
       }
     }
   }
@@ -256,10 +193,10 @@ Finding quotients() {
   return total;
 }
 
-// All 2^24 mantissas and binades of a, for divisors whose refined inverse is not the nearest float for some seed, and
-// some more: what the argument about middles leaves out.
+// All 2^23 mantissas of a, some below and some above the divisor's, for divisors whose refined inverse is not the
+// nearest float for some seed, and some more: what the argument about middles leaves out.
 template <Fault kFault>
-Finding whole_rows(uint32_t rows) {
+Finding whole_rows() {
   std::vector<uint32_t> divisors;
   for (uint32_t i = 0; i < 1u << 23; ++i) {
     const float b = static_cast<float>((1u << 23) + i), nearest = 1.0f / b;
@@ -282,15 +219,17 @@ Finding whole_rows(uint32_t rows) {
       const float b = static_cast<float>(divisors[i]);
       for (int step = -quotient_steps; step <= quotient_steps; ++step) {
         const float seed = stepped(1.0f / b, step);
-        for (uint32_t a_bits = float_to_bits(0x1p22f); a_bits < float_to_bits(0x1p24f); a_bits += 32) {
+        for (uint32_t a_bits = float_to_bits(0x1p23f); a_bits < float_to_bits(0x1p24f); a_bits += 32) {
           uint32_t differing = 0;
           for (uint32_t j = 0; j < 32; ++j) {
             const float a = bits_to_float(a_bits + j);
             differing |= float_to_bits(quotient<kFault>(a, b, seed)) ^ float_to_bits(a / b);
           }
           finding.cases += differing == 0 ? 32 : 0;
-          for (uint32_t j = 0; j < 32 && differing != 0; ++j)
-            check_quotient<kFault>(finding, bits_to_float(a_bits + j), b);
+          for (uint32_t j = 0; j < 32 && differing != 0; ++j) {
+            const float a = bits_to_float(a_bits + j), found = quotient<kFault>(a, b, seed);
+            finding.check(same_bits(found, a / b), "the quotient", a, b, seed, found, step);
+          }
         }
       }
     }
@@ -298,11 +237,8 @@ Finding whole_rows(uint32_t rows) {
   });
 }
 
-bool is_allowed(float a, float b) {
-  const double magnitude = std::fabs(a), divisor = b;  // times a power of two, exactly
-  return b >= kSmallestInRange && b <= 0x1p125f && std::isfinite(a) && magnitude >= kSmallestInRange &&
-         magnitude >= divisor * 0x1p-126 && magnitude <= divisor * 0x1p127;
-}
+// How far seeds are tried where no quotient may be wrong.
+int seeds(float b) { return is_delicate(b) ? 0 : quotient_steps; }
 
 // The whole range at random, its edges, and both zeros.
 template <Fault kFault>
@@ -321,181 +257,38 @@ Finding other_quotients() {
                                 {smallest, any}, {stepped(std::isfinite(largest) ? largest : 0x1p127f, -steps), any}};
       for (const auto& [a, b] : pairs) {
         if (!is_allowed(a, b)) continue;
-        check_quotient<kFault>(finding, a, b);
-        check_quotient<kFault>(finding, -a, b);
+        for (const float dividend : {a, -a}) check_quotient<kFault>(finding, dividend, b, seeds(b));
       }
       for (const float b : {any, low_b, high_b}) {
-        check_quotient<kFault>(finding, 0.0f, b);
-        check_quotient<kFault>(finding, -0.0f, b);
+        for (const float zero : {0.0f, -0.0f}) check_quotient<kFault>(finding, zero, b, seeds(b));
       }
     }
     return finding;
   });
-}
-
-// ---- the ranges of what the kernels divide and take the root of ----
-
-bool in_second_range(float value) { return same_bits(value, 0.0f) || (value >= kSmallestInRange && value <= 0x1p40f); }
-bool in_first_range(float value) {
-  return value == 0.0f || (std::fabs(value) >= kSmallestInRange && std::fabs(value) <= 0x1p20f);
-}
-bool in_eps_range(float value) { return value >= kSmallestInRange && value <= 0x1p20f; }
-
-// A value that is often at an edge, and often not allowed.
-float any_value(Random& random) {
-  static const float edges[] = {0.0f,     -0.0f, kSmallestInRange, 0x1p20f, 0x1p40f, 0x1p-126f, 0x1p-149f,
-                                INFINITY, NAN,   0x1p-50f,         1.0f,    0x1p100f};
-  const uint32_t kind = random() % 8;
-  if (kind == 0) return bits_to_float(random());
-  float value = kind < 3 ? edges[random() % 12] : random.between(kSmallestInRange, kind < 6 ? 0x1p20f : 0x1p40f);
-  if (kind == 1) value = stepped(value, random.step(2));
-  return random() % 16 == 0 ? -value : value;
-}
-
-// UpdateRange::holds() is true for exactly what it says, and then everything is in the sequences' ranges: roots from 0
-// to 2^20, so by the monotony of rounding denominators from 2^-100 to 2^21, so quotients that are zeros or from 2^-121
-// to 2^120.
-template <Fault kFault>
-Finding update_ranges() {
-  std::atomic<uint64_t> held{0};
-  Finding total = over(1u << 22, [&held](uint32_t start, uint32_t end) {
-    Finding finding;
-    Random random{start * uint64_t{7}};
-    AdamScalars scalars{};
-    for (uint32_t i = start; i < end; i += stride) {
-      constexpr int kMost = 8;
-      float first[kMost], second[kMost];
-      const int count = 1 + static_cast<int>(random() % kMost);
-      const bool tame = random() % 2 == 0;
-      scalars.eps = tame ? random.between(kSmallestInRange, 0x1p20f) : any_value(random);
-      bool expected = in_eps_range(scalars.eps);
-      UpdateRange range;
-      for (int j = 0; j < count; ++j) {
-        do first[j] = any_value(random);
-        while (tame && !in_first_range(first[j]));
-        do second[j] = any_value(random);
-        while (tame && !in_second_range(second[j]));
-        range.add(first[j], second[j]);
-        expected = expected && in_first_range(first[j]) && in_second_range(second[j]);
-      }
-      const bool holds = range.holds(scalars);
-      finding.check(holds == expected, "holds()", first[0], second[0], scalars.eps, holds);
-      if (!holds) continue;
-      ++held;
-      for (int j = 0; j < count; ++j) {
-        const float inverse = static_cast<float>(1.0 / std::sqrt(static_cast<double>(std::fmax(second[j], 0x1p-100f))));
-        const float rooted = root<kFault>(second[j], stepped(inverse, random.step(root_steps)));
-        const float denominator = rooted + scalars.eps;
-        finding.check(same_bits(rooted, exact_root(second[j])) && rooted <= 0x1p20f &&
-                          denominator >= kSmallestInRange && denominator <= 0x1p21f,
-                      "the root or denominator", second[j], scalars.eps, inverse, rooted);
-        const float seed = stepped(1.0f / denominator, random.step(quotient_steps));
-        const float found = quotient<kFault>(first[j], denominator, seed);
-        const float size = std::fabs(found);
-        finding.check(
-            same_bits(found, first[j] / denominator) && (size == 0.0f || (size >= 0x1p-121f && size <= 0x1p120f)),
-            "the step", first[j], denominator, seed, found);
-      }
-    }
-    return finding;
-  });
-  total.check(held > (1u << 20) / stride, "a trial, which seldom holds,", static_cast<float>(held), 0.0f, 0.0f, 0.0f);
-  return total;
-}
-
-// Every scale of a block's exp_avg, and every step of its grid.
-template <Fault kFault>
-Finding block_quotients() {
-  Finding finding;
-  uint64_t scales = 0;
-  for (uint32_t largest = 0; largest <= 0xFFFFu; ++largest) {
-    for (const uint32_t bits : {largest << 16, (largest << 16) | 1u, (largest << 16) | 0xFFFFu}) {
-      const FirstScale scale = first_scale(bits);
-      const float value = bits_to_float(scale.bits);
-      if (!(value > 0.0f)) {
-        finding.check(scale.factor == 0.0f, "the factor", value, 0.0f, 0.0f, scale.factor);
-        continue;
-      }
-      ++scales;
-      finding.check(is_allowed(127.0f, value) && same_bits(scale.factor, 127.0f / value), "the factor", 127.0f, value,
-                    0.0f, scale.factor);
-      check_quotient<kFault>(finding, 127.0f, value);
-    }
-  }
-  finding.check(scales > 3 * 0x7000, "the number of scales", static_cast<float>(scales), 0.0f, 0.0f, 0.0f);
-  // Each distance between the ends of a grid gives a step; all of them come up at these distances.
-  uint32_t steps = 0, last = 0;
-  for (uint64_t distance = 0; distance <= kCanonicalNan - kSmallestSecond;
-       distance += distance < 0x1000000 ? 0x1000 : 0x10000) {
-    const auto highest = static_cast<uint32_t>(kSmallestSecond + distance);
-    const SecondGrid grid = second_grid(highest, 0u);
-    finding.check(grid.highest == highest && grid.step >= last && grid.step <= last + (last == 0 ? 9u << 13 : 1u << 13),
-                  "the step of a grid", static_cast<float>(highest), 0.0f, 0.0f, static_cast<float>(grid.step));
-    if (grid.step == last) continue;
-    last = grid.step;
-    ++steps;
-    const float step = static_cast<float>(grid.step);
-    finding.check(grid.step < 1u << 24 && is_allowed(0x1p48f, step) && grid.inverse == (uint64_t{1} << 48) / grid.step,
-                  "the inverse of a step", 0x1p48f, step, 0.0f, static_cast<float>(grid.inverse));
-    check_quotient<kFault>(finding, 0x1p48f, step);
-  }
-  const SecondGrid empty = second_grid(0u, 0xFFFFFFFFu);
-  finding.check(empty.step == 9u << 13 && steps == (last >> 13) - 8, "the number of steps", static_cast<float>(steps),
-                0.0f, 0.0f, static_cast<float>(empty.step));
-  return finding;
 }
 
 // ---- running ----
 
-bool report(const char* name, const Finding& finding) {
-  std::printf("%s: %llu cases, %llu wrong%s%s\n", name, static_cast<unsigned long long>(finding.cases),
-              static_cast<unsigned long long>(finding.wrong), finding.first.empty() ? "" : "; ", finding.first.c_str());
-  std::fflush(stdout);
-  return finding.wrong == 0 && finding.cases > 0;
-}
-
 template <Fault kFault>
-bool run(const std::string& part, uint32_t rows) {
-  bool right = true, known = false;
-  const auto has = [&](const char* name) {
-    const bool chosen = part == "all" || part == name;
-    known = known || chosen;
-    return chosen;
-  };
-  if (has("roots")) right = report("roots", roots<kFault>()) && right;
-  if (has("other_roots")) right = report("other_roots", other_roots<kFault>()) && right;
-  if (has("quotients")) right = report("quotients", quotients<kFault>()) && right;
-  if (has("other_quotients")) right = report("other_quotients", other_quotients<kFault>()) && right;
-  if (has("update_ranges")) right = report("update_ranges", update_ranges<kFault>()) && right;
-  if (has("block_quotients")) right = report("block_quotients", block_quotients<kFault>()) && right;
-  if (rows > 0) right = report("whole_rows", whole_rows<kFault>(rows)) && right;
-  return known && right;
+void run() {
+  const auto has = [](const char* name) { return part == "all" || part == name; };
+  if (has("roots")) report("roots", roots<kFault>());
+  if (has("other_roots")) report("other_roots", other_roots<kFault>());
+  if (has("quotients")) report("quotients", quotients<kFault>());
+  if (has("other_quotients")) report("other_quotients", other_quotients<kFault>());
+  if (rows > 0) report("whole_rows", whole_rows<kFault>());
 }
 
 }  // namespace
 }  // namespace shardops
 
-// --part NAME --threads N --stride N --root-steps N --quotient-steps N --rows N --fault NAME
 int main(int count, char** words) {
   using namespace shardops;
-  std::string part = "all";
-  uint32_t rows = 0;
-  for (int i = 1; i + 1 < count; i += 2) {
-    const std::string name = words[i];
-    if (name == "--part") part = words[i + 1];
-    if (name == "--fault") fault = words[i + 1];
-    if (name == "--threads") threads = std::atoi(words[i + 1]);
-    if (name == "--stride") stride = static_cast<uint32_t>(std::atoi(words[i + 1]));
-    if (name == "--root-steps") root_steps = std::atoi(words[i + 1]);
-    if (name == "--quotient-steps") quotient_steps = std::atoi(words[i + 1]);
-    if (name == "--rows") rows = static_cast<uint32_t>(std::atoi(words[i + 1]));
-  }
-  if (fault == "none") return run<Fault::kNone>(part, rows) ? 0 : 1;
-  if (fault == "no_inverse") return run<Fault::kNoInverse>(part, rows) ? 0 : 1;
-  if (fault == "no_remainder") return run<Fault::kNoRemainder>(part, rows) ? 0 : 1;
-  if (fault == "sign") return run<Fault::kSign>(part, rows) ? 0 : 1;
-  if (fault == "root_unrefined") return run<Fault::kRootUnrefined>(part, rows) ? 0 : 1;
-  if (fault == "root_half") return run<Fault::kRootHalf>(part, rows) ? 0 : 1;
-  std::fprintf(stderr, "no such fault: %s\n", fault.c_str());
-  return 2;
+  parse(count, words);
+  if (fault == "none") run<Fault::kNone>();
+  if (fault == "no_inverse") run<Fault::kNoInverse>();
+  if (fault == "no_remainder") run<Fault::kNoRemainder>();
+  if (fault == "sign") run<Fault::kSign>();
+  if (fault == "root_unrefined") run<Fault::kRootUnrefined>();
+  if (fault == "root_half") run<Fault::kRootHalf>();
 }
