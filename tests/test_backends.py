@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +72,24 @@ def test_no_number_is_copied_to_a_device(path: Path) -> None:
     """``torch.tensor(number, device=...)`` copies from pageable memory, which waits, and ends a capture."""
     found = re.findall(r"torch\.(?:as_)?tensor\([^()]*(?:\([^()]*\)[^()]*)*device=", path.read_text())
     assert not found
+
+
+@pytest.mark.parametrize("content", [None, "not a library"])
+def test_a_library_that_cannot_be_loaded(tmp_path: Path, content: str | None) -> None:
+    """The package imports, the backend says why, and another one runs."""
+    library = tmp_path / "_ops.so"
+    if content is not None:
+        library.write_text(content)
+    script = (
+        "import torch, shardops; print(shardops.backends('cpu')['cpp'])\n"
+        "print(shardops.ops.cast_gather([torch.ones(2)], torch.bfloat16).tolist())"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "SHARDOPS_LIBRARY": str(library), "PYTHONPATH": str(PACKAGE.parent)},
+        capture_output=True, text=True, check=True, timeout=300,
+    )  # fmt: skip
+    reason, result = child.stdout.strip().split("\n")
+    assert ("is not built" if content is None else "cannot be loaded") in reason
+    assert f"{library} (named by SHARDOPS_LIBRARY)" in reason
+    assert result == "[1.0, 1.0]"

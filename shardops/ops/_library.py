@@ -68,11 +68,18 @@ def mark_written(tensors: Iterable[Tensor]) -> None:
 
 @functools.cache
 def load() -> bool:
-    """Loads the op library if it was built; call it when all schemas are defined. Whether it is there."""
-    path = library_path()
-    if path.exists():
-        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
-    return path.exists()
+    """Loads the op library if it was built; call it when all schemas are defined. Whether it is there and works."""
+    return library_path().exists() and load_error() is None
+
+
+@functools.cache
+def load_error() -> str | None:
+    """Why the op library, which is there, cannot be loaded; None if it was."""
+    try:
+        torch.ops.load_library(library_path())  # type: ignore[no-untyped-call]
+    except OSError as error:  # not a library, or one for another torch
+        return str(error)
+    return None
 
 
 def library_path() -> Path:

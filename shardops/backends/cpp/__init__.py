@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -42,11 +43,15 @@ def _cuda_reason() -> str | None:
 
 def unavailable_reason(device_type: str) -> str | None:
     """Why the library cannot run on a device type, with the remedy; None if it can."""
-    if not _library.library_path().exists():
+    path = _library.library_path()
+    named = " (named by SHARDOPS_LIBRARY)" if "SHARDOPS_LIBRARY" in os.environ else ""
+    if not path.exists():
         return (
-            "the op library is not built (no C++ compiler when the package was installed?); "
+            f"the op library {path}{named} is not built (no C++ compiler when the package was installed?); "
             f"install g++ and run: {_REBUILD}"
         )
+    if not _library.load():
+        return f"the op library {path}{named} cannot be loaded ({_library.load_error()}); run: {_REBUILD}"
     if device_type == "cuda":
         return _cuda_reason()
     if device_type != "cpu":
