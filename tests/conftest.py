@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for `import referenc
 
 import twin
 
+from shardops.ops import _registry
+
 # Every backend that runs in this process. A missing C++ library makes tests fail, it does not skip them.
 # "cuda_twin": the CUDA kernels, compiled for the CPU (twin.py).
 BACKENDS = ("reference", "cpp", "cuda_twin")
@@ -55,6 +57,14 @@ def dtensor() -> Iterator[torch.Tensor]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _registered_backends() -> Iterator[None]:
+    """The twins are a backend for those tests only that ask for them."""
+    before = _registry.BACKENDS
+    yield
+    _registry.BACKENDS = before
 
 
 @pytest.fixture(autouse=True)
