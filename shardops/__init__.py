@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 from . import backends as _backends  # noqa: F401  (imported first: the function below takes the package's name)
 from . import fsdp, ops
 from .casting import cast_model
@@ -23,6 +26,14 @@ __all__ = [
     "enable_gradient_release",
     "fsdp",
     "grad_norm",
+    "memory",
     "ops",
     "share_grad_norm",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``shardops.memory`` is imported when it is first asked for: training needs none of it."""
+    if name == "memory":
+        return importlib.import_module(".memory", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
