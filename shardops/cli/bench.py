@@ -1,0 +1,204 @@
+"""``shardops bench``: runs a checkout's benchmarks, one child process for each suite, and keeps a JSON file of each.
+
+Exit code 0 if all suites came to their end without a failure; 1 if not, with the end of what the suite printed; 2 if
+there is nothing to run. No network is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+SUITES = ("sharded_adam", "grad_norm", "cast_gather", "flatten_shard", "update_path")
+# Of pytest's -v with console_output_style=count: "benchmarks/bench_x.py::test[1e+03-1] PASSED  [ 3/24]".
+_DONE = re.compile(r"::(?P<test>.+) (?:PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b.*\[ *(?P<done>\d+)/(?P<all>\d+)\]")
+_TAIL = 25  # lines of a failed suite's output that are shown
+_GRACE = 5.0  # seconds that an interrupted suite gets to end by itself
+
+# Tells how far a suite is: tests done, tests in all, the last one's name.
+Tell = Callable[[int, int, str], None]
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the command's options to ``argparse``'s subparsers."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure the primitives and the update path beside torch, other libraries and the bandwidth limit",
+        description="Runs benchmarks/ of a checkout and writes DIR/SUITE.json for each suite, and what it printed into "
+        "DIR/SUITE.log; `shardops report DIR` makes a page of them. Quiet cores give better figures.",
+    )
+    parser.add_argument("--quick", action="store_true", help="three sizes and fewer rounds: minutes instead of tens")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="(default: runs/bench)")
+    parser.add_argument(
+        "--only", nargs="+", choices=SUITES, metavar="NAME", help=f"these suites only, of {', '.join(SUITES)}"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU where torch finds one"
+    )
+    parser.add_argument("--scale", choices=("tiny", "quick", "full"), help=argparse.SUPPRESS)  # tiny: for tests
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the suites in turn and returns the exit code."""
+    folder = benchmarks_folder()
+    reason = _cannot_run(folder)
+    if reason is not None:
+        print(f"shardops bench: error: {reason}", file=sys.stderr)
+        return 2
+    scale = options.scale or ("quick" if options.quick else "full")
+    out = options.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    failed = []
+    names = [name for name in SUITES if options.only is None or name in options.only]
+    with _progress(len(names)) as begin:
+        for name in names:
+            began = time.monotonic()
+            tell = begin(name)
+            code = run_suite(folder, name, out, ["--scale", scale, "--device", options.device], tell)
+            if code != 0:
+                failed.append(name)
+            tell(-1, -1, f"{'done' if code == 0 else f'failed, exit code {code}'} in {time.monotonic() - began:.0f} s")
+    for name in failed:
+        log = out / f"{name}.log"
+        lines = log.read_text(errors="replace").splitlines()
+        print(f"\nshardops bench: {name} failed; the last lines of {log}:", *lines[-_TAIL:], sep="\n", file=sys.stderr)
+    written = [f"{name}.json" for name in names if (out / f"{name}.json").is_file()]
+    print(f"{', '.join(written) or 'nothing'} in {options.out}; `shardops report {options.out}` makes a page of it")
+    return 1 if failed else 0
+
+
+def benchmarks_folder() -> Path:
+    """``benchmarks/`` beside the package, whether or not it is there."""
+    return Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def _cannot_run(folder: Path) -> str | None:
+    """Why there is nothing to run, and the remedy; None if all is there."""
+    if not (folder / "_suite.py").is_file():
+        return (
+            f"{folder} holds no benchmarks: they are not part of the installed package; clone the repository and run "
+            "`python -m shardops bench` in it, with shardops installed from there (pip install -e .)"
+        )
+    wanted = {"pytest": "pytest", "pytest_benchmark": "pytest-benchmark"}
+    missing = [name for module, name in wanted.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        return f"{' and '.join(missing)} cannot be imported; pip install {' '.join(missing)}"
+    return None
+
+
+def run_suite(folder: Path, name: str, out: Path, arguments: Sequence[str], tell: Tell) -> int:
+    """Runs one suite in a child process.
+
+    Args:
+        folder: ``benchmarks/`` of a checkout.
+        name: of ``SUITES``.
+        out: gets ``name.json``, complete or not at all, and ``name.log``.
+        arguments: more of pytest's.
+        tell: is called after each test.
+
+    Returns:
+        The child's exit code, or 1 if it measured nothing.
+    """
+    result = out / f"{name}.json"
+    result.unlink(missing_ok=True)
+    scratch = out / f".{name}.json.new"
+    scratch.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", str(folder / f"bench_{name}.py"), f"--benchmark-json={scratch}"]
+    # Workers would measure beside one another. The order is the file's, so that runs compare.
+    command += ["-v", "--color=no", "-o", "console_output_style=count", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    command += ["-p", "no:randomly", *arguments]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "160", "PYTEST_ADDOPTS": ""}
+    with (out / f"{name}.log").open("w") as log:
+        child = subprocess.Popen(
+            command,
+            cwd=folder.parent,
+            env=environment,
+            text=True,
+            errors="replace",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                log.write(line)
+                log.flush()
+                found = _DONE.search(line)
+                if found is not None:
+                    tell(int(found["done"]), int(found["all"]), found["test"].strip())
+            code = child.wait()
+        except BaseException:  # an interrupt, above all: nothing may go on measuring
+            _stop(child)
+            raise
+    if scratch.is_file() and scratch.stat().st_size > 0:
+        os.replace(scratch, result)
+        return code
+    scratch.unlink(missing_ok=True)
+    return code or 1
+
+
+def _stop(child: subprocess.Popen[str]) -> None:
+    """Interrupts a suite, which then ends the ranks that it started; kills it if that takes long."""
+    child.send_signal(signal.SIGINT)
+    try:
+        child.wait(timeout=_GRACE)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+@contextlib.contextmanager
+def _progress(count: int) -> Iterator[Callable[[str], Tell]]:
+    """Shows how far the suites are: by bars where rich is installed and the output is a terminal, else by lines."""
+    if importlib.util.find_spec("rich") is None or not sys.stdout.isatty():
+
+        def begin_lines(name: str) -> Tell:
+            print(f"{name} ..", flush=True)
+
+            def tell(done: int, total: int, text: str) -> None:
+                # A line at the end, and at every tenth of the way.
+                if done < 0:
+                    print(f"{name} {text}", flush=True)
+                elif done * 10 // total != (done - 1) * 10 // total:
+                    print(f"{name} {done}/{total}", flush=True)
+
+            return tell
+
+        yield begin_lines
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description:<14}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[last]}", markup=False),
+    )
+    with Progress(*columns) as bars:
+        everything = bars.add_task("suites", total=count, last="")
+
+        def begin_bar(name: str) -> Tell:
+            bar = bars.add_task(name, total=None, last="starting")
+
+            def tell(done: int, total: int, text: str) -> None:
+                if done < 0:
+                    bars.update(bar, last=text)
+                    bars.stop_task(bar)
+                    bars.advance(everything)
+                else:
+                    bars.update(bar, completed=done, total=total, last=text)
+
+            return tell
+
+        yield begin_bar
