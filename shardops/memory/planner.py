@@ -57,7 +57,7 @@ class MemoryPlan:
 
     @property
     def verdict(self) -> str:
-        """A line: whether it fits, and by how much."""
+        """Whether it fits and by how much, as one line."""
         total = format_size(self.per_rank["total"])
         if self.device_memory is None:
             return f"{total} a rank"
@@ -120,12 +120,12 @@ def plan(
         master: the optimizer's ``master_weights``.
         amsgrad: the optimizer's.
         gradient_release: gradients of one parameter, under FSDP2 of one group, at a time.
-        offload_state: ``"cpu"``: states are in host memory (:attr:`MemoryPlan.host`), and staged on the device.
+        offload_state: ``"cpu"``: states are in host memory (``MemoryPlan.host``), and staged on the device.
         offload_bucket_bytes: the most that staging takes.
         shadows: under FSDP2 with float32 parameters and narrower compute the step keeps rounded copies of parameters,
             counted among ``buffers``; False: removed, ``shardops.fsdp.plug_in_of(optimizer).remove()``.
         activations: :class:`Activations` or a dict of its fields, for a decoder; or bytes; None: not counted.
-        buffers: count what communication takes, see :mod:`shardops.memory.communication`; None: where shapes are
+        buffers: count what communication takes, see ``shardops/memory/communication.py``; None: where shapes are
             known, so that a number of parameters gives the formula's figures.
         bucket_bytes: of one bucket of stages 1 and 2.
         gradient_as_bucket_view: DistributedDataParallel's; without it its buckets are a second copy of all gradients.
