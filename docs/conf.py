@@ -40,6 +40,7 @@ napoleon_use_rtype = False
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|typing|collections|numpy|nn|argparse|os|pathlib)(\..*)?"),
-    ("py:.*", r"(Tensor|DTensor|ProcessGroup|Path|Any|Callable|Iterable|Sequence|Mapping|optional|Model|ParamsT?|Work|dtype)"),
+    ("py:.*", r"(Tensor|DTensor|ProcessGroup|Path|Any|Callable|Iterable|Sequence|Mapping|ParamsT?)"),
+    ("py:.*", r"(optional|Model|Work|dtype)"),
     ("py:.*", r"shardops\.(optim|integrations|plan|shadow|ops\._|collectives|casting)\..*"),
 ]

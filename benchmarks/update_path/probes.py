@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
 import shardops
+from shardops.optim import clipping
 
 from . import parts
 
@@ -103,7 +104,7 @@ def watching(model: torch.nn.Module, optimizer: Any, switch: Switch) -> Iterator
         (_fsdp_collectives, "_to_dtype_if_needed", parts.GRADIENT_CAST),
     ]
     if isinstance(optimizer, shardops.FusedShardedAdam):
-        wrapped += [(optimizer, "_grad_norm", parts.CLIP), (optimizer, "_clip_coefficient", parts.CLIP)]
+        wrapped.append((clipping, "clip", parts.CLIP))
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     with contextlib.ExitStack() as stack:
         for place, name, part in wrapped:
