@@ -6,6 +6,7 @@ Machines differ and drift; only ratios of functions that alternated in one proce
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 import shlex
@@ -13,7 +14,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,82 @@ def paired_ratio(times: dict[str, list[float]], numerator: str, denominator: str
     return statistics.median(a / b for a, b in pairs)
 
 
+class _Stream(ctypes.Structure):
+    """As in streams.cpp."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("lines", ctypes.c_int64),
+        ("mode", ctypes.c_int32),
+        ("through", ctypes.c_int32),
+    )
+
+
+_MODES = {"read": 0, "write": 1, "update": 2}
+_LINE = 64
+# Of the longest array at a time: of 128 to 16,384 bytes none was faster, and shorter pieces are slower.
+_STEP_NBYTES = 1024
+# Less than this is not worth another thread: waking it takes longer.
+_THREAD_NBYTES = 1 << 18
+# From this many written bytes on the package's copies write past the caches (csrc/ops.cpp): so may their limit.
+_THROUGH_NBYTES = 16 << 20
+
+
+@functools.cache
 def load_streams() -> ctypes.CDLL:
-    """Compiles streams.cpp for this very CPU and loads it."""
-    directory = Path(tempfile.mkdtemp(prefix="shardops-bench-"))
-    library = directory / "streams.so"
+    """Compiles streams.cpp for this very CPU and loads it.
+
+    Raises:
+        OSError: there is no compiler; CXX names one.
+        subprocess.CalledProcessError: it refuses.
+    """
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     flags = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
-    subprocess.run([*compiler, *flags, str(HERE / "streams.cpp"), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+    with tempfile.TemporaryDirectory(prefix="shardops-bench-") as directory:
+        path = Path(directory) / "streams.so"
+        subprocess.run([*compiler, *flags, str(HERE / "streams.cpp"), "-o", str(path)], check=True, capture_output=True)
+        library = ctypes.CDLL(str(path))
+    library.streams.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int]
+    library.streams.restype = ctypes.c_uint64
+    return library
+
+
+def streams_limit(arrays: Sequence[tuple[int, str]]) -> tuple[Callable[[], Any], int]:
+    """A pass over arrays of these sizes in bytes that are each "read", written ("write") or both ("update").
+
+    On as many threads as torch uses at the call, or fewer if the pass is short. Nothing is computed, so that no kernel
+    over the same arrays is much faster.
+
+    Args:
+        arrays: size and mode of each; sizes are rounded down to whole cache lines, to one at least.
+
+    Returns:
+        The pass, and the bytes that it reads and writes.
+
+    Raises:
+        ValueError: an unknown mode.
+    """
+    library = load_streams()
+    unknown = sorted({mode for _, mode in arrays} - set(_MODES))
+    if unknown:
+        raise ValueError(f"modes are {', '.join(map(repr, unknown))}; each is one of {', '.join(map(repr, _MODES))}")
+    lines = [max(nbytes // _LINE, 1) for nbytes, _ in arrays]
+    # Ones: pages that nobody wrote may be one and the same page of zeros, in the cache whenever it is read.
+    held = [torch.ones((count + 1) * _LINE, dtype=torch.uint8) for count in lines]
+    written = sum(count * _LINE for count, (_, mode) in zip(lines, arrays, strict=True) if mode == "write")
+    table = (_Stream * len(arrays))()
+    for entry, tensor, count, (_, mode) in zip(table, held, lines, arrays, strict=True):
+        aligned = -(-tensor.data_ptr() // _LINE) * _LINE
+        entry.data, entry.lines, entry.mode = aligned, count, _MODES[mode]
+        entry.through = mode == "write" and written >= _THROUGH_NBYTES
+    steps = max(max(lines) * _LINE // _STEP_NBYTES, 1)
+    moved = sum(count * _LINE * (2 if mode == "update" else 1) for count, (_, mode) in zip(lines, arrays, strict=True))
+
+    def run(held: list[torch.Tensor] = held) -> None:  # keeps the memory
+        threads = min(torch.get_num_threads(), moved // _THREAD_NBYTES + 1)
+        library.streams(table, len(arrays), steps, threads)
+
+    return run, moved
 
 
 def machine() -> dict[str, Any]:

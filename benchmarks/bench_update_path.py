@@ -3,7 +3,8 @@
 Stock (clip_grad_norm_, fused AdamW, cast and copy-in of the next gathers) beside shardops' path A, A with copy-in
 elided, and B. All four train a model of their own in the same processes, in turn, with gloo; each part is timed where
 FSDP2 runs it, and its bytes are counted from the operators that are called (``update_path/``). Times are medians over
-steps of means over ranks, ratios medians of each round's.
+steps of means over ranks, ratios medians of each round's. ``python -m pytest benchmarks/bench_update_path.py -s`` runs
+a smaller one, and clip, step and cast in one process over the sizes of the suite.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytest
-from _harness import HERE, machine, show
+import torch
+from _harness import HERE, machine, paired_ratio, show
+from _records import Case, Record
+from _suite import OURS, Suite, reading, shapes_of, updating, writing
+from gpu.contenders import FORMATS, build_update, nbytes_of, parameters
+from gpu.measure import Contender
 
 sys.path.insert(0, str(HERE.parent / "tests"))
 
 from distributed import run
 from update_path import parts, training
+
+from shardops import ops
 
 ELEMENTS = 30_000_000  # of a rank
 RANKS = (2, 4)
@@ -138,13 +145,91 @@ def show_tables(found: dict[str, Any]) -> None:
     show(f"{title}: bytes an element that is sent, counted / by formula", ["", *parts.VARIANTS], rows)
 
 
-@pytest.mark.parametrize("world_size", RANKS)
-def test_update_path(benchmark: Any, tmp_path: Path, world_size: int) -> None:
-    ranks = benchmark.pedantic(measure, args=(tmp_path, world_size, ELEMENTS, REPEATS), rounds=1)
-    found = summary(ranks)
-    benchmark.extra_info.update(machine=ranks_machine(), variants=found)
-    show_tables(found)
-    check_bytes(ranks)
+# ---- in the suite ----------------------------------------------------------------------------------------------------
+
+STOCK_PATH = "torch: clip_grad_norm_, fused, FSDP2's casts"
+STOCK_PASSES = "torch: clip_grad_norm_, fused, _foreach_copy_"
+# Of an element: ours 18, torch's moments 8 and the norm's temporaries, the limit's arrays 22.
+PASSES_BYTES = 60
+
+
+def records_of(ranks: list[dict[str, Any]], backend: str) -> list[dict[str, Any]]:
+    """As the suite keeps them: clip, step and gather preparation together, bytes as rank 0 counted them."""
+    labels = {name: STOCK_PATH if name == parts.STOCK else f"{OURS}, path {name}" for name in parts.VARIANTS}
+    times = {labels[name]: [ms / 1e3 for ms in milliseconds(ranks, name, "wall", parts.UPDATE)] for name in labels}
+    records = []
+    for name, label in labels.items():
+        found, median = ranks[0][name], statistics.median(times[label])
+        nbytes = sum(found["bytes"].get(part, 0) for part in parts.UPDATE)
+        is_stock = name == parts.STOCK
+        record = Record(
+            primitive="update_path",
+            case=f"FSDP2, {len(ranks)} ranks: clip, step, gather preparation",
+            dtype="float32",
+            numel=found["sizes"].padded,
+            tensors=found["sizes"].tensors,
+            contender=label,
+            kind="torch" if is_stock else "ours",
+            backend=None if is_stock else backend,
+            device="cpu",
+            nbytes=nbytes,
+            seconds=times[label],
+            median_s=median,
+            gb_s=nbytes / median / 1e9,
+            limit_share=None,
+            speed_over_stock=None if is_stock else paired_ratio(times, STOCK_PATH, label),
+            threads=1,
+            stock=STOCK_PATH,
+        )
+        records.append(asdict(record))
+    return records
+
+
+def test_update_path(benchmark: Any, suite: Suite, tmp_path: Path, ranks: tuple[int, int, int]) -> None:
+    world_size, elements, repeats = ranks
+    what = f"update_path, FSDP2, {world_size} ranks"
+    if suite.device.kind != "cpu":
+        suite.skip(what, "the ranks are processes on CPUs, with gloo: --device cpu")
+    # Of four variants: parameters, gradients and states, 16 to 18 bytes, and gathered blocks.
+    suite.room(what, world_size * elements * 100)
+    found = benchmark.pedantic(measure, args=(tmp_path, world_size, elements, repeats), rounds=1)
+    summed = summary(found)
+    benchmark.extra_info.update(machine=ranks_machine(), variants=summed)
+    suite.keep(benchmark, records_of(found, suite.backends[0]))
+    show_tables(summed)
+    check_bytes(found)
+
+
+def test_passes(benchmark: Any, suite: Suite, grid: tuple[int, int]) -> None:
+    """In one process, without collectives: the norm, and a step that clips and writes the bf16 copy, beside torch's."""
+    shapes = shapes_of(*grid)
+    suite.room(f"update_path, one process, {grid}", grid[0] * PASSES_BYTES)
+    update = build_update(FORMATS["fp32, bf16 shadow"], shapes, suite.torch_device)
+    shadows = update.more["shadows"]
+    params = parameters(update.params, update.grads)
+    fused = torch.optim.AdamW(params, lr=1e-6, fused=True)
+
+    def ours(backend: str) -> None:
+        total, _ = ops.grad_norm(update.grads, 2.0, backend=backend)
+        coefficient = torch.clamp(1.0 / (total.sqrt().float() + 1e-6), max=1.0)
+        update.run(backend, clip_coef=coefficient)
+
+    def three_passes() -> None:
+        torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+        fused.step()
+        with torch.no_grad():
+            torch._foreach_copy_(shadows, list[torch.Tensor](params))
+
+    grads, moments = update.grads, (update.exp_avgs, update.exp_avg_sqs)
+    # Gradients: read for the norm, then scaled in place. Parameters: read again, and the copies written.
+    passes = 3 * nbytes_of(grads) + 7 * nbytes_of(params) + nbytes_of(params, shadows)
+    contenders = suite.ours(ours, update.nbytes + nbytes_of(grads))
+    contenders += [Contender(STOCK_PASSES, three_passes, "torch", passes)]
+    streams = [*reading(grads, grads), *updating(update.params, *moments), *writing(shadows)]
+    case = Case(
+        "update_path", "one process: clip, step, cast", torch.float32, shapes, contenders, STOCK_PASSES, streams
+    )
+    suite.measure(benchmark, case)
 
 
 def main() -> None:

@@ -1,40 +1,61 @@
-// The bandwidth limit of an optimizer step: the same arrays, read and written at the same widths, with one addition an
-// element in place of the formula. Compiled for this machine by benchmarks/_harness.py; not part of the package.
+// The bandwidth limit of a primitive: arrays of the same sizes, read, written and updated as it does, with one addition
+// a word in place of the formula. Compiled for this machine by benchmarks/_harness.py; not part of the package.
 #include <cstdint>
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
 
-// read: const uint16_t or uint32_t; updated arrays likewise. 64 bytes of the widest array at a time.
-template <typename Param>
-static void streams(Param* __restrict param, const Param* __restrict grad, uint32_t* __restrict exp_avg,
-                    uint32_t* __restrict exp_avg_sq, Param* __restrict extra, int64_t begin, int64_t end) {
-  constexpr int64_t kStep = 32;
-  int64_t i = begin;
-  for (; i + kStep <= end; i += kStep) {
-    for (int64_t j = i; j < i + kStep; ++j) param[j] += grad[j];
-    if (extra) {
-      for (int64_t j = i; j < i + kStep; ++j) extra[j] += 1;
-    }
-    for (int64_t j = i; j < i + kStep; ++j) exp_avg[j] += 1;
-    for (int64_t j = i; j < i + kStep; ++j) exp_avg_sq[j] += 1;
-  }
+enum Mode : int32_t { kRead = 0, kWrite = 1, kUpdate = 2 };
+
+struct Stream {
+  uint64_t* data;  // aligned to 64 bytes
+  int64_t lines;   // of 64 bytes
+  int32_t mode;
+  int32_t through;  // written around the caches, as a long copy does: nothing is read first
+};
+
+static const int64_t kWords = 8;  // of a line
+
+static uint64_t read(const uint64_t* data, int64_t words) {
+  uint64_t sum = 0;
+  for (int64_t i = 0; i < words; ++i) sum += data[i];
+  return sum;
 }
 
-template <typename Param>
-static void threaded(Param* param, const Param* grad, uint32_t* exp_avg, uint32_t* exp_avg_sq, Param* extra,
-                     int64_t numel, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+static void write(uint64_t* data, int64_t words, uint64_t value, bool through) {
+#ifdef __SSE2__
+  if (through) {
+    const __m128i pair = _mm_set1_epi64x(static_cast<long long>(value));
+    for (int64_t i = 0; i < words; i += 2) _mm_stream_si128(reinterpret_cast<__m128i*>(data + i), pair);
+    return;
+  }
+#endif
+  for (int64_t i = 0; i < words; ++i) data[i] = value;
+}
+
+static void update(uint64_t* data, int64_t words) {
+  for (int64_t i = 0; i < words; ++i) data[i] += 1;
+}
+
+// All arrays side by side, as a kernel goes over them: step k of `steps` takes the k-th part of each.
+extern "C" uint64_t streams(const Stream* arrays, int count, int64_t steps, int threads) {
+  uint64_t total = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : total)
   for (int thread = 0; thread < threads; ++thread) {
-    const int64_t share = (numel / threads) & ~int64_t{31};
-    const int64_t begin = thread * share;
-    streams(param, grad, exp_avg, exp_avg_sq, extra, begin, thread + 1 == threads ? numel : begin + share);
+    for (int64_t step = steps * thread / threads; step < steps * (thread + 1) / threads; ++step) {
+      for (int index = 0; index < count; ++index) {
+        const Stream& array = arrays[index];
+        const int64_t begin = array.lines * step / steps, end = array.lines * (step + 1) / steps;
+        uint64_t* data = array.data + begin * kWords;
+        const int64_t words = (end - begin) * kWords;
+        if (array.mode == kRead) total += read(data, words);
+        if (array.mode == kWrite) write(data, words, total, array.through != 0);
+        if (array.mode == kUpdate) update(data, words);
+      }
+    }
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
   }
-}
-
-extern "C" void streams_fp32(uint32_t* param, const uint32_t* grad, uint32_t* exp_avg, uint32_t* exp_avg_sq,
-                             int64_t numel, int threads) {
-  threaded<uint32_t>(param, grad, exp_avg, exp_avg_sq, nullptr, numel, threads);
-}
-
-extern "C" void streams_bf16_split(uint16_t* param, const uint16_t* grad, uint32_t* exp_avg, uint32_t* exp_avg_sq,
-                                   uint16_t* remainder, int64_t numel, int threads) {
-  threaded<uint16_t>(param, grad, exp_avg, exp_avg_sq, remainder, numel, threads);
+  return total;
 }
