@@ -117,7 +117,9 @@ def run_suite(folder: Path, name: str, out: Path, arguments: Sequence[str], tell
     # Workers would measure beside one another. The order is the file's, so that runs compare.
     command += ["-v", "--color=no", "-o", "console_output_style=count", "-p", "no:xdist", "-p", "no:cacheprovider"]
     command += ["-p", "no:randomly", *arguments]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "160", "PYTEST_ADDOPTS": ""}
+    # A pytest that called us, perhaps as a worker, is not this one's business: pytest-benchmark would measure nothing.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {**kept, "PYTHONUNBUFFERED": "1", "COLUMNS": "160"}
     with (out / f"{name}.log").open("w") as log:
         child = subprocess.Popen(
             command,
