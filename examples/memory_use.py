@@ -17,21 +17,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from shardops.memory import components as planned
+
 SIZE_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 COMPONENTS = ("parameters", "gradients", "exp_avg", "exp_avg_sq", "master", "counters")
-# State key -> share of it by component. A block's two words are 64 bits: 16 scale exp_avg's codes, and 48 (the largest
-# value and the step of the grid) exp_avg_sq's.
-STATE_SHARES = {
-    "exp_avg": {"exp_avg": 1.0},
-    "exp_avg_codes": {"exp_avg": 1.0},
-    "exp_avg_sq": {"exp_avg_sq": 1.0},
-    "exp_avg_sq_codes": {"exp_avg_sq": 1.0},
-    "block_words": {"exp_avg": 0.25, "exp_avg_sq": 0.75},
-    "remainder": {"master": 1.0},
-    "master_param": {"master": 1.0},
-    "step": {"counters": 1.0},
-    "salt": {"counters": 1.0},
-}
+# State key -> share of it by component.
+STATE_SHARES = planned.STATE_SHARES | {"step": {"counters": 1.0}, "salt": {"counters": 1.0}}
 # What allocators say when they have nothing left: torch's on CPUs, C++'s, oneDNN's, CUDA's.
 OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|bad_alloc|out of memory|not enough memory|could not create a memory",

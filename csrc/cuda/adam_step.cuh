@@ -147,7 +147,6 @@ template <Master kMaster, typename Param, typename Grad, bool kGeneral>
 struct AdamStep {
   using Remainder = std::conditional_t<kMaster == Master::kSplit24, int8_t, int16_t>;
   static constexpr bool kHasRemainder = kMaster == Master::kSplit || kMaster == Master::kSplit24;
-  static constexpr bool kDitheredMaster = kMaster == Master::kSplit24 || kMaster == Master::kStochastic;
 
   AdamScalars scalars;
   ElementDither dither;
