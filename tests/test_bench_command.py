@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +92,40 @@ def test_a_suite_that_measures_nothing_leaves_no_file(tmp_path: Path) -> None:
     (folder / "bench_grad_norm.py").write_text("import pytest\ndef test_x():\n    pytest.skip('no')\n")
     assert bench.run_suite(folder, "grad_norm", tmp_path, [], lambda *args: told.append(args)) == 1
     assert told == [(1, 1, "test_x")]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_suite_too(tmp_path: Path, number: int, code: int) -> None:
+    """Sent to the command alone, as a scheduler does it: nothing may go on measuring on cores that others take."""
+    pid = tmp_path / "pid"
+    folder = made_up(
+        tmp_path,
+        "import os, pathlib, time\n"
+        "def test_long():\n"
+        f"    pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n"
+        "    time.sleep(120)\n",
+    )
+    script = (
+        "import pathlib, sys; from shardops import cli; from shardops.cli import bench; "
+        f"bench.benchmarks_folder = lambda: pathlib.Path({str(folder)!r}); sys.exit(cli.main(sys.argv[1:]))"
+    )
+    arguments = ["bench", "--only", "grad_norm", "--out", str(tmp_path / "out")]
+    command = subprocess.Popen([sys.executable, "-c", script, *arguments], stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (pid.is_file() and pid.read_text()):
+            assert time.monotonic() < deadline
+            assert command.poll() is None, command.communicate()[1]
+            time.sleep(0.05)
+        command.send_signal(number)
+        _, said = command.communicate(timeout=30)
+    finally:
+        command.kill()
+    assert command.returncode == code, said
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    assert "Traceback" not in said
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["grad_norm.log"]
 
 
 def test_nothing_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; None: those of this process.
 
     Returns:
-        The exit code; 2 for options that make no sense.
+        The exit code; 2 for options that make no sense, 130 after an interrupt.
 
     Raises:
         SystemExit: argparse's, of code 2 for a usage error and 0 for ``--help``.
@@ -50,4 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader, as `head`, has seen enough. Python would flush once more at its end, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print(f"shardops {options.command}: interrupted", file=sys.stderr)
+        return 130  # as shells say it: 128 and the signal's number
     return code

@@ -1,7 +1,7 @@
 """``shardops bench``: runs a checkout's benchmarks, one child process for each suite, and keeps a JSON file of each.
 
 Exit code 0 if all suites came to their end without a failure; 1 if not, with the end of what the suite printed; 2 if
-there is nothing to run. No network is used.
+there is nothing to run; 130 or 143 if it was interrupted or terminated, which ends the suite, too. No network is used.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     failed = []
     names = [name for name in SUITES if options.only is None or name in options.only]
-    with _progress(len(names)) as begin:
+    with _ended_by_sigterm(), _progress(len(names)) as begin:
         for name in names:
             began = time.monotonic()
             tell = begin(name)
@@ -141,12 +142,30 @@ def run_suite(folder: Path, name: str, out: Path, arguments: Sequence[str], tell
             code = child.wait()
         except BaseException:  # an interrupt, above all: nothing may go on measuring
             _stop(child)
+            scratch.unlink(missing_ok=True)
             raise
     if scratch.is_file() and scratch.stat().st_size > 0:
         os.replace(scratch, result)
         return code
     scratch.unlink(missing_ok=True)
     return code or 1
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Makes a SIGTERM an exception, as an interrupt is: a process that it kills leaves its suite measuring."""
+    if threading.current_thread() is not threading.main_thread():  # no other may set a handler
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _stop(child: subprocess.Popen[str]) -> None:

@@ -1,16 +1,19 @@
 """geometry_hash: one number for the shapes, strides, dtypes and devices of a list of tensors.
 
-Plans are cached between steps; this says in one call whether the tensors still look as they did when the plan was made.
+Plans and checks are kept between calls; this says in one call whether the tensors still look as they did then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import _library
+
+Value = TypeVar("Value")
 
 _library.define_host("geometry_hash(Tensor[] tensors) -> int")
 
@@ -23,3 +26,49 @@ def geometry_hash(tensors: Sequence[Tensor]) -> int | None:
         return None
     value: int = torch.ops.shardops.geometry_hash.default(tensors)
     return value
+
+
+class Seen(Generic[Value]):
+    """What checks found out about lists of tensors, for the next call with lists of the same geometry.
+
+    Looking at thousands of tensors in Python takes several times as long as updating them.
+    """
+
+    _MOST = 64  # the oldest goes; a table of segments takes 32 bytes a tensor and rank
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Value] = {}
+
+    def key(self, tensors: Sequence[Tensor], *rest: Hashable) -> Hashable | None:
+        """What :meth:`get` and :meth:`put` want.
+
+        Args:
+            tensors: of all lists of a call, one after the other.
+            rest: whatever else the checks depend on, the lists' lengths among them.
+
+        Returns:
+            None if there is nothing to know them by: under a trace, without the op library, or if these are no plain
+            tensors, or ``rest`` nothing that can be compared; the checks then have to say what is wrong.
+        """
+        if _library.is_traced():
+            return None
+        try:
+            geometry = geometry_hash(tensors)
+            # With their types: True is 1, which a check may tell apart.
+            key = geometry, *rest, *map(type, rest)
+            hash(key)
+        except (TypeError, RuntimeError):
+            return None
+        return None if geometry is None else key
+
+    def get(self, key: Hashable | None) -> Value | None:
+        """What was kept; None if nothing was."""
+        return None if key is None else self._found.get(key)
+
+    def put(self, key: Hashable | None, value: Value) -> None:
+        """Keeps a value that is not None."""
+        if key is None:
+            return
+        if len(self._found) >= self._MOST and key not in self._found:
+            self._found.pop(next(iter(self._found)), None)
+        self._found[key] = value

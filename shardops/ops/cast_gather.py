@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _checks, _library, _registry
+from . import _checks, _geometry, _library, _registry
 
 _library.define(
     "cast_gather",
@@ -18,6 +18,9 @@ _library.define(
     lambda out, shards: None,
     _registry.deferred("cast_gather", lambda out, *_: out.device),
 )
+
+# Contiguous shards, and a result if there is one, that fit: their elements.
+_SEEN: _geometry.Seen[int] = _geometry.Seen()
 
 
 def cast_gather(
@@ -38,18 +41,33 @@ def cast_gather(
         ValueError: no shards, several devices, or an unfit ``out``.
         TypeError: something that is not a dense float tensor, or an unsupported dtype.
     """
+    shards = list(shards)
+    key = _SEEN.key(shards if out is None else [*shards, out], dtype, out is None)
+    numel = _SEEN.get(key)
+    is_seen = numel is not None
+    if numel is None:
+        numel = _check(shards, dtype, out)
+    if out is None:
+        out = torch.empty(numel, dtype=dtype, device=shards[0].device)
+    sources = shards
+    if not is_seen:
+        sources = [shard.detach().contiguous() for shard in shards]
+        if all(shard.is_contiguous() for shard in shards):
+            _SEEN.put(key, numel)
+    with torch.no_grad():
+        _registry.resolve("cast_gather", out.device.type, backend)(out, sources)
+    _library.mark_written([out])
+    return out
+
+
+def _check(shards: list[Tensor], dtype: torch.dtype, out: Tensor | None) -> int:
+    """Raises what :func:`cast_gather` says, or returns the number of elements."""
     if dtype not in _checks.FLOAT_DTYPES:
         raise TypeError(f"dtype is {dtype}; float32, bfloat16 and float16 are supported")
     if not shards and out is None:
         raise ValueError("shards is empty and out is None; the device of the result is unknown: pass out")
     _checks.check_tensors(shards, "shards")
-    device = shards[0].device if shards else out.device  # type: ignore[union-attr]
     numel = sum(shard.numel() for shard in shards)
-    if out is None:
-        out = torch.empty(numel, dtype=dtype, device=device)
-    else:
-        _checks.check_out(out, (numel,), dtype, device)
-    sources = [shard.detach().contiguous() for shard in shards]
-    _registry.resolve("cast_gather", device.type, backend)(out, sources)
-    _library.mark_written([out])
-    return out
+    if out is not None:
+        _checks.check_out(out, (numel,), dtype, shards[0].device if shards else out.device)
+    return numel

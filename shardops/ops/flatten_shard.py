@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from .. import layout as layouts
-from . import _checks, _library, _registry
+from . import _checks, _geometry, _library, _registry
 
 _DEFAULT_ALIGN_NBYTES = 128
+# Shape and dtype of a flat result, and the segments.
+_Plan = tuple[tuple[int, ...], torch.dtype, Tensor]
+# For contiguous tensors only.
+_FLATTEN_SEEN: _geometry.Seen[_Plan] = _geometry.Seen()
+_UNFLATTEN_SEEN: _geometry.Seen[Tensor] = _geometry.Seen()
 
 
 def _fake(*args: object, **kwargs: object) -> None:
@@ -108,11 +113,40 @@ def flatten_shard(
         ValueError: world_size, rank, layout, align or out is unfit; no tensors; several dtypes or devices.
         TypeError: something that is not a dense float tensor.
     """
+    tensors = list(tensors)
+    given = tensors if out is None else [*tensors, out]
+    key = _FLATTEN_SEEN.key(given, world_size, rank, dtype, layout, align, out is None)
+    seen = _FLATTEN_SEEN.get(key)
+    sources = tensors
+    if seen is None:
+        seen = _plan_flatten(tensors, world_size, rank, dtype, layout, align, out)
+        # A tensor that is not row-major is copied first, alone: its rows are not one range of memory.
+        sources = [tensor.detach().contiguous() for tensor in tensors]
+        if all(tensor.is_contiguous() for tensor in tensors):
+            _FLATTEN_SEEN.put(key, seen)
+    shape, out_dtype, segments = seen
+    if out is None:
+        out = torch.empty(shape, dtype=out_dtype, device=tensors[0].device)
+    with torch.no_grad():
+        _registry.resolve("flatten_shard", out.device.type, backend)(out, sources, segments, scale)
+    _library.mark_written([out])
+    return out
+
+
+def _plan_flatten(
+    tensors: list[Tensor],
+    world_size: int,
+    rank: int | None,
+    dtype: torch.dtype | None,
+    layout: str,
+    align: int | None,
+    out: Tensor | None,
+) -> _Plan:
+    """Raises what :func:`flatten_shard` says, or returns the result's shape, its dtype and the segments."""
     _checks.check_world(world_size, rank)
     if not tensors and out is None:
         raise ValueError("tensors is empty and out is None; dtype and device of the result are unknown: pass out")
     _checks.check_tensors(tensors, "tensors")
-    device = tensors[0].device if tensors else out.device  # type: ignore[union-attr]
     if dtype is None:
         dtype = out.dtype if out is not None else tensors[0].dtype
         if out is None and any(tensor.dtype != dtype for tensor in tensors):
@@ -122,15 +156,9 @@ def flatten_shard(
         raise TypeError(f"dtype is {dtype}; float32, bfloat16 and float16 are supported")
     align = _check_layout(layout, align, dtype)
     built, segments = buffer_layout([t.shape for t in tensors], world_size, rank, layout, align)
-    if out is None:
-        out = torch.empty(built.shape, dtype=dtype, device=device)
-    else:
-        _checks.check_out(out, built.shape, dtype, device)
-    # A tensor that is not row-major is copied first, alone: its rows are not one range of memory.
-    sources = [tensor.detach().contiguous() for tensor in tensors]
-    _registry.resolve("flatten_shard", device.type, backend)(out, sources, segments, scale)
-    _library.mark_written([out])
-    return out
+    if out is not None:
+        _checks.check_out(out, built.shape, dtype, tensors[0].device if tensors else out.device)
+    return built.shape, dtype, segments
 
 
 def unflatten_shard(
@@ -157,6 +185,26 @@ def unflatten_shard(
         ValueError: the buffer's size is not what these tensors and this layout give; not contiguous; other device.
         TypeError: something that is not a dense float tensor.
     """
+    targets = list(out_tensors)
+    key = _UNFLATTEN_SEEN.key([buffer, *targets], layout)
+    segments = _UNFLATTEN_SEEN.get(key)
+    dense = targets
+    if segments is None:
+        segments = _plan_unflatten(buffer, targets, layout)
+        dense = [tensor if tensor.is_contiguous() else tensor.detach().contiguous() for tensor in targets]
+        if all(tensor.is_contiguous() for tensor in targets):
+            _UNFLATTEN_SEEN.put(key, segments)
+    with torch.no_grad():
+        _registry.resolve("unflatten_shard", buffer.device.type, backend)(buffer, dense, segments, scale)
+        for target, written in zip(targets, dense, strict=True) if dense is not targets else ():
+            if written is not target:
+                target.copy_(written)
+    _library.mark_written(targets)
+    return out_tensors
+
+
+def _plan_unflatten(buffer: Tensor, out_tensors: list[Tensor], layout: str) -> Tensor:
+    """Raises what :func:`unflatten_shard` says, or returns the segments."""
     _checks.check_tensors([buffer], "buffer")
     _checks.check_tensors(out_tensors, "out_tensors", buffer.device)
     _check_layout(layout, 1, buffer.dtype)
@@ -168,19 +216,12 @@ def unflatten_shard(
     world_size, shard_numel = (1, buffer.shape[0]) if buffer.dim() == 1 else buffer.shape
     _checks.check_world(world_size, None)
     shapes = [tuple(t.shape) for t in out_tensors]
-    least = layouts.LAYOUTS[layout](shapes, world_size, 1).shard_numel
-    if shard_numel < least:
+    # Aligning to the size at hand reproduces the padding, whatever made it.
+    built, segments = buffer_layout(shapes, world_size, None, layout, max(shard_numel, 1))
+    if built.shard_numel > shard_numel:
+        least = layouts.LAYOUTS[layout](shapes, world_size, 1).shard_numel
         raise ValueError(
             f"buffer has shards of {shard_numel} elements, these {len(shapes)} tensors over {world_size} ranks with "
             f"layout {layout!r} need at least {least}; pass the tensors and the layout that were flattened"
         )
-    # Aligning to the size at hand reproduces the padding, whatever made it.
-    _, segments = buffer_layout(shapes, world_size, None, layout, max(shard_numel, 1))
-    targets = [tensor.detach() for tensor in out_tensors]
-    dense = [target if target.is_contiguous() else target.contiguous() for target in targets]
-    _registry.resolve("unflatten_shard", buffer.device.type, backend)(buffer.detach(), dense, segments, scale)
-    for target, written in zip(targets, dense, strict=True):
-        if written is not target:
-            target.copy_(written)
-    _library.mark_written(targets)
-    return out_tensors
+    return segments

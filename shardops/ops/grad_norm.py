@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _checks, _library, _registry
+from . import _checks, _geometry, _library, _registry
 
 NORM_TYPES = (1.0, 2.0, math.inf)
 
@@ -26,6 +26,9 @@ _library.define(
     _fake,
     _registry.deferred("grad_norm", lambda grads, *_: grads[0].device),
 )
+
+# Gradients without gaps.
+_SEEN: _geometry.Seen[bool] = _geometry.Seen()
 
 
 def check_norm_type(norm_type: float) -> float:
@@ -60,7 +63,14 @@ def grad_norm(grads: Sequence[Tensor], norm_type: float = 2.0, *, backend: str |
     if not grads:
         raise ValueError("grads is empty; the device of the result is unknown: pass at least one tensor")
     norm_type = check_norm_type(norm_type)
-    _checks.check_tensors(grads, "grads")
-    dense = [g.detach() if _checks.is_dense(g) else g.detach().contiguous() for g in grads]
-    result: tuple[Tensor, Tensor] = _registry.resolve("grad_norm", grads[0].device.type, backend)(dense, norm_type)
+    dense = list(grads)
+    key = _SEEN.key(dense)
+    if _SEEN.get(key) is None:
+        _checks.check_tensors(dense, "grads")
+        dense = [g.detach() if _checks.is_dense(g) else g.detach().contiguous() for g in dense]
+        if all(map(_checks.is_dense, grads)):
+            _SEEN.put(key, True)
+    with torch.no_grad():
+        run = _registry.resolve("grad_norm", dense[0].device.type, backend)
+        result: tuple[Tensor, Tensor] = run(dense, norm_type)
     return result

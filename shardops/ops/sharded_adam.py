@@ -6,12 +6,13 @@ specified by ``backends/reference/sharded_adam.py``.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import _adam_formats, _checks, _library, _registry
+from . import _adam_formats, _checks, _geometry, _library, _registry
 from ._adam_formats import ROUNDINGS, Rounding
 
 _library.define(
@@ -24,6 +25,9 @@ _library.define(
     lambda *args: None,
     _registry.deferred("sharded_adam", lambda params, *_: params[0].device),
 )
+
+# Lists that fit together and lie in memory as the kernels want it.
+_SEEN: _geometry.Seen[bool] = _geometry.Seen()
 
 
 def sharded_adam(
@@ -116,7 +120,13 @@ def sharded_adam(
         "shadows": list(shadows),
         "block_words": list(block_words),
     }
-    _adam_formats.check_lists(lists, rounding)
+    # Blocks and the elements' indices are counted in row-major order.
+    is_ordered = dither is not None or bool(block_words)
+    tensors = [tensor for members in lists.values() for tensor in members]
+    key = _SEEN.key(tensors, rounding, is_ordered, *map(len, lists.values()))
+    is_seen = _SEEN.get(key) is not None
+    if not is_seen:
+        _adam_formats.check_lists(lists, rounding)
     _adam_formats.check_dither(dither, rounding, params)
     device = params[0].device
     _check_scalars({"clip_coef": clip_coef, "grad_scale": grad_scale, "found_inf": found_inf}, device, (torch.float32,))
@@ -124,30 +134,32 @@ def sharded_adam(
         _check_scalars({"lr": lr}, device, (torch.float32, torch.float64))
     _check_steps(steps, step_index, len(params), device, may_be_on_cpu=found_inf is None)
 
-    lists = {name: [tensor.detach() for tensor in tensors] for name, tensors in lists.items()}
-    # Blocks and the elements' indices are counted in row-major order.
-    is_ordered = dither is not None or bool(block_words)
-    dense, write_back = _dense_lists(lists, is_ordered)
-    _registry.resolve("sharded_adam", device.type, backend)(
-        *dense.values(),
-        steps,
-        step_index,
-        dither,
-        0 if rounding is None else 1 + ROUNDINGS.index(rounding),
-        0.0 if isinstance(lr, Tensor) else float(lr),
-        float(beta1),
-        float(beta2),
-        float(eps),
-        float(weight_decay),
-        decoupled_weight_decay,
-        maximize,
-        lr if isinstance(lr, Tensor) else None,
-        clip_coef,
-        grad_scale,
-        found_inf,
-    )
-    for target, updated in write_back:
-        target.copy_(updated)
+    dense, write_back = lists, []
+    if not is_seen:
+        dense, write_back = _dense_lists(lists, is_ordered)
+        if all(map(operator.is_, tensors, (tensor for members in dense.values() for tensor in members))):
+            _SEEN.put(key, True)
+    with torch.no_grad():
+        _registry.resolve("sharded_adam", device.type, backend)(
+            *dense.values(),
+            steps,
+            step_index,
+            dither,
+            0 if rounding is None else 1 + ROUNDINGS.index(rounding),
+            0.0 if isinstance(lr, Tensor) else float(lr),
+            float(beta1),
+            float(beta2),
+            float(eps),
+            float(weight_decay),
+            decoupled_weight_decay,
+            maximize,
+            lr if isinstance(lr, Tensor) else None,
+            clip_coef,
+            grad_scale,
+            found_inf,
+        )
+        for target, updated in write_back:
+            target.copy_(updated)
     written = [tensor for name, tensors in lists.items() if name != "grads" for tensor in tensors]
     _library.mark_written([*written, steps])
 
