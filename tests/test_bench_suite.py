@@ -85,19 +85,47 @@ def per_element(found: dict[str, dict[str, Any]]) -> dict[str, float]:
     return {name: record["nbytes"] / record["numel"] for name, record in found.items() if record["nbytes"]}
 
 
-ADAM = {"fp32": (28.0, 28), "bf16 + split32": (26.0, 14), "bf16 + split24 + int8": (12.125, 14)}
+ADAM = {
+    "fp32": (28.0, 28, "torch fused", 28),
+    "bf16 + split32": (26.0, 14, "torch fused, fp32 masters", 40),
+    "bf16 + split24 + int8": (12.125, 14, "torch fused, fp32 masters", 40),
+    "fp32 + bf16 shadow": (30.0, 28, "torch fused, then _foreach_copy_", 34),
+}
 
 
 @pytest.mark.parametrize("case", ADAM)
 def test_bytes_of_an_update(suite: Suite, case: str) -> None:
-    ours, torchs = ADAM[case]
+    """Beside torch's way to the same end: fp32 masters' cast gradients (6), their step (28), and the cast back (6)."""
+    ours, torchs, stock, stocks = ADAM[case]
     found = measured(bench_sharded_adam.test_sharded_adam, suite, case, GRID)
-    note = "" if case == "fp32" else ", bf16 moments, no master"
+    note = {"fp32": "", "fp32 + bf16 shadow": ", no shadow"}.get(case, ", bf16 moments, no master")
     ways = {f"torch {way}{note}": torchs for way in ("fused", "foreach", "for-loop")}
-    assert per_element(found) == {"shardops": ours, LIMIT: ours, **ways}
+    assert per_element(found) == {"shardops": ours, LIMIT: ours, **ways, stock: stocks}
     assert all(record["limit_share"] for record in found.values())
-    assert {record["stock"] for record in found.values()} == {f"torch fused{note}"}
-    assert {record["dtype"] for record in found.values()} == {"float32" if case == "fp32" else "bfloat16"}
+    assert {record["stock"] for record in found.values()} == {stock}
+    assert {record["dtype"] for record in found.values()} == {"float32" if "fp32" in case else "bfloat16"}
+
+
+def test_mixed_precision_of_torch_steps_its_masters() -> None:
+    params = [torch.randn(5, 7).bfloat16(), torch.randn(3).bfloat16()]
+    grads = [torch.randn_like(param) for param in params]
+    models = [torch.nn.Parameter(param.float()) for param in params]
+    for model, grad in zip(models, grads, strict=True):
+        model.grad = grad.float()
+    expected = torch.optim.AdamW(models, lr=1e-2, fused=True)
+
+    def step_of(masters: list[torch.Tensor], master_grads: list[torch.Tensor]) -> Callable[[], Any]:
+        made = [torch.nn.Parameter(master) for master in masters]
+        for param, grad in zip(made, master_grads, strict=True):
+            param.grad = grad
+        return torch.optim.AdamW(made, lr=1e-2, fused=True).step
+
+    run, nbytes = bench_sharded_adam.over_masters(params, grads, step_of)
+    for _ in range(2):
+        run()
+        expected.step()
+    assert nbytes == 40 * 38
+    assert all(torch.equal(param, model.bfloat16()) for param, model in zip(params, models, strict=True))
 
 
 COPIES: list[tuple[Callable[..., None], str, float, dict[str, float]]] = [
@@ -144,6 +172,7 @@ def test_steps_of_optimizers(suite: Suite, capsys: pytest.CaptureFixture[str]) -
     assert per_element(measured(bench_sharded_adam.test_step, suite, "fp32"))["shardops"] == 28
     found = per_element(measured(bench_sharded_adam.test_step, suite, "bf16 + split32"))
     assert (found["shardops"], found[LIMIT], found["torch fused, bf16 moments, no master"]) == (26, 26, 14)
+    assert found["torch fused, fp32 masters"] == 40
     measured(bench_sharded_adam.test_host_time, suite)
     assert capsys.readouterr().out.count("us a tensor") == 4
     suite.show_tables()

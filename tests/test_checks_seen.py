@@ -1,5 +1,6 @@
 """What an op's checks found out is kept by the tensors' geometry: the second call gives the first one's bits, refuses
-what the first would have, and looks at no tensor in Python."""
+what the first would have, and looks at no tensor in Python.
+"""
 
 from __future__ import annotations
 
