@@ -16,7 +16,7 @@ from shardops.ops import _adam_formats, _checks, _geometry, _library
 
 pytestmark = pytest.mark.skipif(not _library.load(), reason="the op library tells the geometry")
 
-SHAPES = ((7, 5), (3,), (8, 16))
+SHAPES = ((7, 5), (3,), (8, 16), (1, 2))
 
 
 def tensors(seed: int, dtype: torch.dtype = torch.float32, *, requires_grad: bool = False) -> list[Tensor]:
@@ -112,14 +112,14 @@ def test_the_second_call_looks_at_nothing(name: str, backend: str, no_checks: Ca
         ("flatten_shard", {"backend": "fastest"}, ValueError),
         ("unflatten_shard", {"layout": "flatt"}, ValueError),
         ("cast_gather", {"dtype": torch.float64}, TypeError),
-        ("cast_gather", {"out": torch.zeros(166)}, ValueError),  # of another dtype than asked for
+        ("cast_gather", {"out": torch.zeros(168)}, ValueError),  # of another dtype than asked for
         ("grad_norm", {"norm_type": 3.0}, ValueError),
         ("sharded_adam", {"rounding": "nearest"}, ValueError),
         ("sharded_adam", {"clip_coef": torch.zeros(2)}, ValueError),
-        ("sharded_adam", {"dither": torch.full((3, 4), -1)}, ValueError),
-        ("sharded_adam", {"dither": torch.tensor([[1 << 32, 0, 5, 5]] * 3)}, ValueError),
-        ("sharded_adam", {"dither": torch.tensor([[0, 0, 0, 5]] * 3)}, ValueError),
-        ("sharded_adam", {"step_index": torch.tensor([0, 1, 1])}, ValueError),
+        ("sharded_adam", {"dither": torch.full((4, 4), -1)}, ValueError),
+        ("sharded_adam", {"dither": torch.tensor([[1 << 32, 0, 5, 5]] * 4)}, ValueError),
+        ("sharded_adam", {"dither": torch.tensor([[0, 0, 0, 5]] * 4)}, ValueError),
+        ("sharded_adam", {"step_index": torch.tensor([0, 1, 2, 2])}, ValueError),
     ],
 )
 def test_what_is_no_geometry_is_still_refused(name: str, options: dict[str, Any], error: type[Exception]) -> None:
@@ -129,7 +129,7 @@ def test_what_is_no_geometry_is_still_refused(name: str, options: dict[str, Any]
         call(align=1, rank=0)
         call(align=1)
     if name == "sharded_adam":
-        call(dither=torch.tensor([[7, 0, 5, 5]] * 3))
+        call(dither=torch.tensor([[7, 0, 5, 5]] * 4))
     with pytest.raises(error):
         call(**options)
 
@@ -152,20 +152,20 @@ def expanded(tensor: Tensor) -> Tensor:
 )
 def test_one_tensor_of_another_geometry(spoil: Callable[[Tensor], Any], error: type[Exception]) -> None:
     params, grads, exp_avgs = tensors(0), tensors(1), tensors(2)
-    exp_avg_sqs, steps = [tensor.square() for tensor in tensors(3)], torch.zeros(3)
+    exp_avg_sqs, steps = [tensor.square() for tensor in tensors(3)], torch.zeros(4)
     ops.sharded_adam(params, grads, exp_avgs, exp_avg_sqs, steps, lr=1e-3)
     before = [tensor.clone() for tensor in params]
     exp_avgs[1] = spoil(exp_avgs[1])
     with pytest.raises(error):
         ops.sharded_adam(params, grads, exp_avgs, exp_avg_sqs, steps, lr=1e-3)
     assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
-    assert steps.tolist() == [1.0, 1.0, 1.0]
+    assert steps.tolist() == [1.0] * 4
 
 
 def test_lists_of_one_length_together_are_told_apart() -> None:
     """The same tensors in other lists: a shadow is no master."""
     params = tensors(0, torch.bfloat16)
-    rest = (tensors(1, torch.bfloat16), tensors(2), [tensor.square() for tensor in tensors(3)], torch.zeros(3))
+    rest = (tensors(1, torch.bfloat16), tensors(2), [tensor.square() for tensor in tensors(3)], torch.zeros(4))
     remainders = [torch.zeros_like(param) for param in params]
     ops.sharded_adam(params, *rest, lr=1e-3, masters=remainders)
     with pytest.raises(ValueError, match="masters is empty"):
@@ -188,7 +188,7 @@ def test_strided_tensors_are_copied_in_every_call() -> None:
 
 def test_the_oldest_go() -> None:
     seen: _geometry.Seen[int] = _geometry.Seen()
-    keys = [seen.key([torch.empty(n + 1)]) for n in range(seen._MOST + 1)]
+    keys = [seen.key([torch.empty(n + 1)] * 4) for n in range(seen._MOST + 1)]
     assert len(set(keys)) == len(keys)
     for n, key in enumerate(keys):
         seen.put(key, n)
@@ -202,6 +202,8 @@ def test_nothing_is_kept_under_a_trace() -> None:
 
     seen: _geometry.Seen[int] = _geometry.Seen()
     with FakeTensorMode():
-        assert seen.key([torch.empty(3)]) is None
-    assert seen.key([torch.empty(3)], [1]) is None
-    assert seen.key([torch.empty(3)], 1) != seen.key([torch.empty(3)], True)
+        assert seen.key([torch.empty(3)] * 4) is None
+    tensors = [torch.empty(3)] * 4
+    assert seen.key(tensors, [1]) is None
+    assert seen.key(tensors[:3]) is None
+    assert seen.key(tensors, 1) != seen.key(tensors, True)

@@ -34,6 +34,7 @@ class Seen(Generic[Value]):
     Looking at thousands of tensors in Python takes several times as long as updating them.
     """
 
+    _FEWEST = 4  # fewer are looked at sooner than told apart
     _MOST = 64  # the oldest goes; a table of segments takes 32 bytes a tensor and rank
 
     def __init__(self) -> None:
@@ -47,10 +48,11 @@ class Seen(Generic[Value]):
             rest: whatever else the checks depend on, the lists' lengths among them.
 
         Returns:
-            None if there is nothing to know them by: under a trace, without the op library, or if these are no plain
-            tensors, or ``rest`` nothing that can be compared; the checks then have to say what is wrong.
+            None if they are too few to be worth it, or there is nothing to know them by: under a trace, without the op
+            library, or if these are no plain tensors, or ``rest`` nothing that can be compared; the checks then have to
+            say what is wrong.
         """
-        if _library.is_traced():
+        if len(tensors) < self._FEWEST or _library.is_traced():
             return None
         try:
             geometry = geometry_hash(tensors)

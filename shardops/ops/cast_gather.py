@@ -43,19 +43,19 @@ def cast_gather(
     """
     shards = list(shards)
     key = _SEEN.key(shards if out is None else [*shards, out], dtype, out is None)
-    numel = _SEEN.get(key)
-    is_seen = numel is not None
+    numel = seen = _SEEN.get(key)
     if numel is None:
         numel = _check(shards, dtype, out)
     if out is None:
         out = torch.empty(numel, dtype=dtype, device=shards[0].device)
-    sources = shards
-    if not is_seen:
-        sources = [shard.detach().contiguous() for shard in shards]
+    run = _registry.resolve("cast_gather", out.device.type, backend)
+    if seen is not None:
+        with torch.no_grad():
+            run(out, shards)
+    else:
+        run(out, [shard.detach().contiguous() for shard in shards])
         if all(shard.is_contiguous() for shard in shards):
             _SEEN.put(key, numel)
-    with torch.no_grad():
-        _registry.resolve("cast_gather", out.device.type, backend)(out, sources)
     _library.mark_written([out])
     return out
 

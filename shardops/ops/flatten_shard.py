@@ -117,18 +117,19 @@ def flatten_shard(
     given = tensors if out is None else [*tensors, out]
     key = _FLATTEN_SEEN.key(given, world_size, rank, dtype, layout, align, out is None)
     seen = _FLATTEN_SEEN.get(key)
-    sources = tensors
-    if seen is None:
-        seen = _plan_flatten(tensors, world_size, rank, dtype, layout, align, out)
-        # A tensor that is not row-major is copied first, alone: its rows are not one range of memory.
-        sources = [tensor.detach().contiguous() for tensor in tensors]
-        if all(tensor.is_contiguous() for tensor in tensors):
-            _FLATTEN_SEEN.put(key, seen)
-    shape, out_dtype, segments = seen
+    plan = seen or _plan_flatten(tensors, world_size, rank, dtype, layout, align, out)
+    shape, out_dtype, segments = plan
     if out is None:
         out = torch.empty(shape, dtype=out_dtype, device=tensors[0].device)
-    with torch.no_grad():
-        _registry.resolve("flatten_shard", out.device.type, backend)(out, sources, segments, scale)
+    run = _registry.resolve("flatten_shard", out.device.type, backend)
+    if seen is not None:
+        with torch.no_grad():
+            run(out, tensors, segments, scale)
+    else:
+        # A tensor that is not row-major is copied first, alone: its rows are not one range of memory.
+        run(out, [tensor.detach().contiguous() for tensor in tensors], segments, scale)
+        if all(tensor.is_contiguous() for tensor in tensors):
+            _FLATTEN_SEEN.put(key, plan)
     _library.mark_written([out])
     return out
 
@@ -187,18 +188,21 @@ def unflatten_shard(
     """
     targets = list(out_tensors)
     key = _UNFLATTEN_SEEN.key([buffer, *targets], layout)
-    segments = _UNFLATTEN_SEEN.get(key)
-    dense = targets
-    if segments is None:
-        segments = _plan_unflatten(buffer, targets, layout)
-        dense = [tensor if tensor.is_contiguous() else tensor.detach().contiguous() for tensor in targets]
-        if all(tensor.is_contiguous() for tensor in targets):
-            _UNFLATTEN_SEEN.put(key, segments)
-    with torch.no_grad():
-        _registry.resolve("unflatten_shard", buffer.device.type, backend)(buffer, dense, segments, scale)
-        for target, written in zip(targets, dense, strict=True) if dense is not targets else ():
+    seen = _UNFLATTEN_SEEN.get(key)
+    segments = _plan_unflatten(buffer, targets, layout) if seen is None else seen
+    run = _registry.resolve("unflatten_shard", buffer.device.type, backend)
+    if seen is not None:
+        with torch.no_grad():
+            run(buffer, targets, segments, scale)
+    else:
+        detached = [tensor.detach() for tensor in targets]
+        dense = [target if target.is_contiguous() else target.contiguous() for target in detached]
+        run(buffer.detach(), dense, segments, scale)
+        for target, written in zip(detached, dense, strict=True):
             if written is not target:
                 target.copy_(written)
+        if all(tensor.is_contiguous() for tensor in targets):
+            _UNFLATTEN_SEEN.put(key, segments)
     _library.mark_written(targets)
     return out_tensors
 

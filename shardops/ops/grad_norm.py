@@ -63,14 +63,17 @@ def grad_norm(grads: Sequence[Tensor], norm_type: float = 2.0, *, backend: str |
     if not grads:
         raise ValueError("grads is empty; the device of the result is unknown: pass at least one tensor")
     norm_type = check_norm_type(norm_type)
-    dense = list(grads)
-    key = _SEEN.key(dense)
-    if _SEEN.get(key) is None:
-        _checks.check_tensors(dense, "grads")
-        dense = [g.detach() if _checks.is_dense(g) else g.detach().contiguous() for g in dense]
-        if all(map(_checks.is_dense, grads)):
-            _SEEN.put(key, True)
-    with torch.no_grad():
-        run = _registry.resolve("grad_norm", dense[0].device.type, backend)
-        result: tuple[Tensor, Tensor] = run(dense, norm_type)
+    grads = list(grads)
+    key = _SEEN.key(grads)
+    result: tuple[Tensor, Tensor]
+    if _SEEN.get(key) is not None:
+        with torch.no_grad():
+            result = _registry.resolve("grad_norm", grads[0].device.type, backend)(grads, norm_type)
+        return result
+    _checks.check_tensors(grads, "grads")
+    are_dense = [_checks.is_dense(g) for g in grads]
+    dense = [g.detach() if is_dense else g.detach().contiguous() for g, is_dense in zip(grads, are_dense, strict=True)]
+    result = _registry.resolve("grad_norm", grads[0].device.type, backend)(dense, norm_type)
+    if all(are_dense):
+        _SEEN.put(key, True)
     return result
