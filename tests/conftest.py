@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard, debug, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for `import reference`
 
@@ -57,6 +57,8 @@ def dtensor() -> Iterator[torch.Tensor]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
     dist.destroy_process_group()
+    # Results of DTensor ops come with the mesh that a cache holds, and thereby with groups that are gone.
+    debug._clear_sharding_prop_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -134,7 +134,8 @@ def sharded_adam(
         _check_scalars({"lr": lr}, device, (torch.float32, torch.float64))
     _check_steps(steps, step_index, len(params), device, may_be_on_cpu=found_inf is None)
 
-    dense, write_back = lists, list[tuple[Tensor, Tensor]]()
+    dense = lists
+    write_back: list[tuple[Tensor, Tensor]] = []
     if not is_seen:
         dense, write_back = _dense_lists(lists, is_ordered)
         if all(map(operator.is_, tensors, (tensor for members in dense.values() for tensor in members))):
