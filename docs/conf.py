@@ -42,5 +42,6 @@ nitpick_ignore_regex = [
     ("py:.*", r"(torch|typing|collections|numpy|nn|argparse|os|pathlib)(\..*)?"),
     ("py:.*", r"(Tensor|DTensor|ProcessGroup|Path|Any|Callable|Iterable|Sequence|Mapping|ParamsT?)"),
     ("py:.*", r"(optional|Model|Work|dtype)"),
-    ("py:.*", r"shardops\.(optim|integrations|plan|shadow|ops\._|collectives|casting)\..*"),
+    ("py:.*", r"shardops\.(optim|integrations|plan|shadow|ops\._|collectives|casting|report)\..*"),
+    ("py:class", r"dict\[str"),  # a field's type, cut at its comma
 ]
