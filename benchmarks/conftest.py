@@ -22,6 +22,7 @@ _SUITE = pytest.StashKey[Suite]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("shardops")
     group.addoption("--scale", choices=list(SCALES), default="quick", help="how much is measured (default: quick)")
+    group.addoption("--pass", type=int, default=1, dest="number", help="of several passes, which one this is")
     group.addoption(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU where torch finds one"
     )
@@ -58,4 +59,4 @@ def _tables(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
     """Called once all has been measured, so that what is missing is known."""
     machine_info["node"] = ""  # the machine's name is nobody's business
-    machine_info["shardops"] = _suite_of(config).machine()
+    machine_info["shardops"] = {**_suite_of(config).machine(), "pass": config.getoption("number")}

@@ -26,15 +26,22 @@ def options(*arguments: str) -> argparse.Namespace:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--only", "cast_gather", "--scale", "tiny", "--device", "cpu", "--out", str(tmp_path))
+    arguments = ("--only", "cast_gather", "--scale", "tiny", "--device", "cpu", "--passes", "2", "--out", str(tmp_path))
+    (tmp_path / "cast_gather.pass3.json").write_text("{}")  # of an earlier run of more passes
+    (tmp_path / "flatten_shard.pass2.json").write_text("{}")  # of a suite that does not run now
     assert bench.run(options(*arguments)) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cast_gather.json", "cast_gather.log"]
+    names = [f"cast_gather{number}{end}" for number in ("", ".pass2") for end in (".json", ".log")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "flatten_shard.pass2.json"])
+    (tmp_path / "flatten_shard.pass2.json").unlink()
+    second = json.loads((tmp_path / "cast_gather.pass2.json").read_text())
+    assert second["machine_info"]["shardops"]["pass"] == 2
     data = json.loads((tmp_path / "cast_gather.json").read_text())
     records = [record for each in data["benchmarks"] for record in each["extra_info"]["measurements"]]
     assert {record["primitive"] for record in records} == {"cast_gather"}
     assert {record["tensors"] for record in records} == {1, 291}
     found = reading.read(tmp_path)  # as the report reads it
     assert (found.skipped, found.notes, len(found.measurements)) == ({}, [], len(records))
+    assert {len(m.passes) for m in found.measurements} == {2}
     assert data["machine_info"]["node"] == ""
     machine = data["machine_info"]["shardops"]
     assert {"machine", "cpu", "threads", "gpus", "versions", "revision", "date", "missing"} <= set(machine)
@@ -58,7 +65,8 @@ def made_up(folder: Path, source: str) -> Path:
     (benchmarks / "bench_grad_norm.py").write_text(source)
     (folder / "pyproject.toml").write_text('[tool.pytest.ini_options]\npython_files = ["bench_*.py"]\n')
     (benchmarks / "conftest.py").write_text(
-        "def pytest_addoption(parser):\n    parser.addoption('--scale')\n    parser.addoption('--device')\n"
+        "def pytest_addoption(parser):\n    for name in ('--scale', '--device', '--pass'):\n"
+        "        parser.addoption(name)\n"
     )
     return benchmarks
 
@@ -129,8 +137,9 @@ def test_a_signal_ends_the_suite_too(tmp_path: Path, number: int, code: int) -> 
 
 
 def test_nothing_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        options("--only", "everything")
+    for arguments in (("--only", "everything"), ("--passes", "0")):
+        with pytest.raises(SystemExit):
+            options(*arguments)
     capsys.readouterr()
     monkeypatch.setattr(bench, "run_suite", lambda *arguments: 0)  # should it come to that, nothing is measured
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)

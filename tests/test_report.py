@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from report_helpers import CPU, Json, gpu, load, only, records, run_of
 
-from shardops.report import read
+from shardops.report import Measurement, read
 from shardops.report.tables import Cell, memory_table, sections
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -205,6 +206,65 @@ def test_of_two_equal_files_the_newest_counts(tmp_path: Path) -> None:
     assert len(run.measurements) == 26
     assert {m.source.name for m in run.measurements} == {"a.json"}
     assert "26 older figures" in run.notes[0]
+
+
+def nth_pass(number: int, factor: float = 1.0, **machine: Any) -> Json:
+    """The file of a pass, an hour after the one before, with all times multiplied."""
+    data = load("bench.json")
+    data["machine_info"]["shardops"] |= {"pass": number, "date": f"2026-11-02T{10 + number}:00:00+00:00", **machine}
+    for record in records(data):
+        record["seconds"] = [value * factor for value in record["seconds"]]
+        record["median_s"] *= factor
+        record["gb_s"] = record["gb_s"] and record["gb_s"] / factor
+    return data
+
+
+def test_passes_are_one_measurement(tmp_path: Path) -> None:
+    files = [
+        (f"{name}.json", nth_pass(number, factor))
+        for name, number, factor in zip("bca", (1, 2, 3), (1, 3, 2), strict=True)
+    ]
+    run = run_of(tmp_path, *files)
+    assert len(run.measurements) == 26
+    assert run.notes == []
+    assert [source.number for source in sorted(run.sources, key=lambda s: s.date)] == [1, 2, 3]
+    assert "pass" not in run.sources[0].machine
+    mine = only(run, kind="ours", numel=8000)
+    alone = only(run_of(tmp_path / "alone", ("a.json", load("bench.json"))), **wanted_of(mine))
+    assert mine.seconds == tuple(value * factor for factor in (2, 1, 3) for value in alone.seconds)
+    assert mine.median_s == statistics.median(mine.seconds)
+    assert mine.nbytes is not None
+    assert mine.gb_s == pytest.approx(mine.nbytes / mine.median_s / 1e9)
+    assert len(mine.speeds) == 3 * len(alone.speeds) > 0
+    assert mine.speed_over_stock == pytest.approx(alone.speed_over_stock)
+    assert [each.median_s / alone.median_s for each in mine.passes] == pytest.approx([2, 1, 3])
+    assert mine.time_range == pytest.approx((alone.median_s, 2 * alone.median_s, 3 * alone.median_s))
+    assert mine.time_spread != mine.time_range
+    assert alone.passes == ()
+    assert alone.time_range == alone.time_spread
+
+
+def wanted_of(measurement: Measurement) -> dict[str, Any]:
+    return {name: getattr(measurement, name) for name in ("primitive", "kind", "numel", "case", "contender", "tensors")}
+
+
+def test_two_passes_have_no_range(tmp_path: Path) -> None:
+    run = run_of(tmp_path, ("a.json", nth_pass(1)), ("b.json", nth_pass(2)))
+    assert {len(m.passes) for m in run.measurements} == {2}
+    assert all(m.speed_range == m.speed_spread and m.time_range == m.time_spread for m in run.measurements)
+
+
+def test_a_pass_measured_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    late = nth_pass(1, 5.0, date="2026-11-09T00:00:00+00:00")
+    run = run_of(tmp_path, ("a.json", nth_pass(1)), ("b.json", nth_pass(2)), ("c.json", late))
+    assert {tuple(each.source.name for each in m.passes) for m in run.measurements} == {("c.json", "b.json")}
+    assert "26 older figures" in run.notes[0]
+
+
+def test_passes_of_another_revision_are_not_pooled(tmp_path: Path) -> None:
+    run = run_of(tmp_path, ("a.json", nth_pass(1, revision="abc")), ("b.json", nth_pass(2)))
+    assert {m.passes for m in run.measurements} == {()}
+    assert {m.source.name for m in run.measurements} == {"b.json"}
 
 
 def test_files_of_two_machines_stand_beside_each_other(tmp_path: Path) -> None:

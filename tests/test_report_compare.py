@@ -99,6 +99,33 @@ def test_judging() -> None:
     assert judge(before, None) == "too few rounds"
 
 
+def passes(data: Json, factors: tuple[float, ...]) -> list[tuple[str, Json]]:
+    """A run of several passes; ours takes so many times as long in each."""
+    found = []
+    for number, factor in enumerate(factors, 1):
+        each = scaled(data, {"ours": factor})
+        each["machine_info"]["shardops"]["pass"] = number
+        found.append((f"{number}.json", each))
+    return found
+
+
+def test_passes_are_what_a_change_is_judged_by(tmp_path: Path) -> None:
+    """Rounds of one pass lie so close together that each pass would be called slower than the one before."""
+    data = load("bench.json")
+    before = run_of(tmp_path / "before", *passes(data, (1.0, 1.2, 1.4)))
+    assert verdicts(compare(run_of(tmp_path / "a", *passes(data, (1.3, 1.5, 1.7))), before), "ours") == {"same"}
+    slower = compare(run_of(tmp_path / "b", *passes(data, (1.5, 1.6, 1.7))), before)
+    assert verdicts(slower, "ours") == {"slower"}
+    assert slower.few_passes == 0
+    assert verdicts(compare(run_of(tmp_path / "c", *passes(data, (0.7, 0.8, 0.9))), before), "ours") == {"faster"}
+    # Four passes in five are alike; the one that is not says what else there is.
+    before = run_of(tmp_path / "e", *passes(data, (1.0, 1.0, 1.0, 1.0, 1.5)))
+    now = run_of(tmp_path / "f", *passes(data, (1.3, 1.45, 1.45, 1.45, 1.45)))
+    assert verdicts(compare(now, before), "ours") == {"same"}
+    two = compare(run_of(tmp_path / "d", *passes(data, (1.0, 1.0))), before)
+    assert two.few_passes == len(two.changes) == 26
+
+
 def test_two_rounds_are_not_judged(tmp_path: Path) -> None:
     now = load("bench.json")
     for record in records(now):

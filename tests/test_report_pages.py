@@ -192,7 +192,8 @@ def test_the_sections(page: Page) -> None:
         assert anchor in ids, anchor
     text = " ".join("".join(page.texts).split())
     for said in (
-        "7 figures became slower than in",
+        "7 figures of shardops became slower than in",
+        "figures are of fewer than three passes",
         "The two runs are of different hardware",
         "Some GPU",
         "▼ slower",

@@ -39,6 +39,14 @@ def add_parser(subparsers: Any) -> None:
         "DIR/SUITE.log; `shardops report DIR` makes a page of them. Quiet cores give better figures.",
     )
     parser.add_argument("--quick", action="store_true", help="three sizes and fewer rounds: minutes instead of tens")
+    parser.add_argument(
+        "--passes",
+        type=_passes,
+        default=1,
+        metavar="N",
+        help="measure everything so often, minutes apart: what `shardops report` needs to tell a change from the "
+        "difference between two runs, three at least (default: 1)",
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="(default: runs/bench)")
     parser.add_argument(
         "--only", nargs="+", choices=SUITES, metavar="NAME", help=f"these suites only, of {', '.join(SUITES)}"
@@ -47,6 +55,13 @@ def add_parser(subparsers: Any) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU where torch finds one"
     )
     parser.add_argument("--scale", choices=("tiny", "quick", "full"), help=argparse.SUPPRESS)  # tiny: for tests
+
+
+def _passes(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}; everything is measured once at least")
+    return value
 
 
 def run(options: argparse.Namespace) -> int:
@@ -59,21 +74,30 @@ def run(options: argparse.Namespace) -> int:
     scale = options.scale or ("quick" if options.quick else "full")
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    failed = []
+    failed: list[Path] = []
     names = [name for name in SUITES if options.only is None or name in options.only]
-    with _ended_by_sigterm(), _progress(len(names)) as begin:
-        for name in names:
+    # Each pass measures all of them, so that passes of one suite lie apart in time.
+    turns = [(number, name) for number in range(1, options.passes + 1) for name in names]
+    for name in names:
+        for path in out.glob(f"{name}.pass*"):  # of an earlier run of more passes
+            path.unlink()
+    with _ended_by_sigterm(), _progress(len(turns)) as begin:
+        for number, name in turns:
             began = time.monotonic()
-            tell = begin(name)
-            code = run_suite(folder, name, out, ["--scale", scale, "--device", options.device], tell)
+            stem = name if number == 1 else f"{name}.pass{number}"
+            tell = begin(stem)
+            rest = ["--scale", scale, "--device", options.device, "--pass", str(number)]
+            code = run_suite(folder, name, out, rest, tell, stem=stem)
             if code != 0:
-                failed.append(name)
+                failed.append(out / f"{stem}.log")
             tell(-1, -1, f"{'done' if code == 0 else f'failed, exit code {code}'} in {time.monotonic() - began:.0f} s")
-    for name in failed:
-        log = out / f"{name}.log"
+    for log in failed:
         lines = log.read_text(errors="replace").splitlines()
-        print(f"\nshardops bench: {name} failed; the last lines of {log}:", *lines[-_TAIL:], sep="\n", file=sys.stderr)
-    written = [f"{name}.json" for name in names if (out / f"{name}.json").is_file()]
+        said = (f"\nshardops bench: {log.stem} failed; the last lines of {log}:", *lines[-_TAIL:])
+        print(*said, sep="\n", file=sys.stderr)
+    written = sorted(
+        path.name for name in names for path in (*out.glob(f"{name}.json"), *out.glob(f"{name}.pass*.json"))
+    )
     print(f"{', '.join(written) or 'nothing'} in {options.out}; `shardops report {options.out}` makes a page of it")
     return 1 if failed else 0
 
@@ -97,22 +121,26 @@ def _cannot_run(folder: Path) -> str | None:
     return None
 
 
-def run_suite(folder: Path, name: str, out: Path, arguments: Sequence[str], tell: Tell) -> int:
+def run_suite(
+    folder: Path, name: str, out: Path, arguments: Sequence[str], tell: Tell, *, stem: str | None = None
+) -> int:
     """Runs one suite in a child process.
 
     Args:
         folder: ``benchmarks/`` of a checkout.
         name: of ``SUITES``.
-        out: gets ``name.json``, complete or not at all, and ``name.log``.
+        out: gets ``stem.json``, complete or not at all, and ``stem.log``.
         arguments: more of pytest's.
         tell: is called after each test.
+        stem: of the files; None: the suite's name.
 
     Returns:
         The child's exit code, or 1 if it measured nothing.
     """
-    result = out / f"{name}.json"
+    stem = stem or name
+    result = out / f"{stem}.json"
     result.unlink(missing_ok=True)
-    scratch = out / f".{name}.json.new"
+    scratch = out / f".{stem}.json.new"
     scratch.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", str(folder / f"bench_{name}.py"), f"--benchmark-json={scratch}"]
     # Workers would measure beside one another. The order is the file's, so that runs compare.
@@ -121,7 +149,7 @@ def run_suite(folder: Path, name: str, out: Path, arguments: Sequence[str], tell
     # A pytest that called us, perhaps as a worker, is not this one's business: pytest-benchmark would measure nothing.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment = {**kept, "PYTHONUNBUFFERED": "1", "COLUMNS": "160"}
-    with (out / f"{name}.log").open("w") as log:
+    with (out / f"{stem}.log").open("w") as log:
         child = subprocess.Popen(
             command,
             cwd=folder.parent,
@@ -200,7 +228,7 @@ def _progress(count: int) -> Iterator[Callable[[str], Tell]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
-        TextColumn("{task.description:<14}", markup=False),
+        TextColumn("{task.description:<19}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

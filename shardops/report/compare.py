@@ -2,14 +2,15 @@
 
 Machines drift by more than kernels change, so a thing is judged by its speed over stock torch, which took turns with
 it in each run, wherever both runs have that; by its time only where they have not. Two processes differ by more than
-the rounds of one do, for their memory lies elsewhere: a change also has to be larger than a tolerance.
+the rounds of one do, for their memory lies elsewhere and neighbours come and go: only passes show by how much. A change
+also has to be larger than a tolerance.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .records import Measurement, Run, Spread, plural
+from .records import FEWEST_PASSES, Measurement, Run, Spread, plural
 from .tables import Cell, Table, case_of, count, figure, primitive_rank, seconds
 
 SLOWER, SAME, FASTER, UNKNOWN = "slower", "same", "faster", "too few rounds"
@@ -25,8 +26,9 @@ class Change:
         now: this run's.
         time_ratio: time before over time now.
         stock_ratio: speed over stock now over that before; None if a run has none.
-        verdict: "slower" or "faster" if the quartiles of the two runs are disjoint and the medians differ by more than
-            the tolerance, "same" if not, "too few rounds" if there are no quartiles.
+        verdict: "slower" or "faster" if the two runs' ranges of passes (of fewer than three: the quartiles of their
+            rounds) are disjoint and the medians differ by more than the tolerance, "same" if not, "too few rounds" if
+            there are no quartiles.
     """
 
     before: Measurement
@@ -51,6 +53,7 @@ class Comparison:
         summary: in sentences.
         machine: what differs between the machines: name, before, now.
         is_comparable: whether both ran on hardware of the same name.
+        few_passes: how many of the changes are of fewer than three passes in one of the runs.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Comparison:
     summary: str
     machine: Table | None
     is_comparable: bool
+    few_passes: int = 0
 
     @property
     def slower(self) -> list[Change]:
@@ -83,9 +87,9 @@ def _change(before: Measurement, now: Measurement, tolerance: float) -> Change:
     stock_ratio = None
     if before.speed_over_stock and now.speed_over_stock and before.stock == now.stock:
         stock_ratio = now.speed_over_stock / before.speed_over_stock
-        verdict = judge(before.speed_spread, now.speed_spread, tolerance)
+        verdict = judge(before.speed_range, now.speed_range, tolerance)
     else:
-        verdict = judge(_inverse(before.time_spread), _inverse(now.time_spread), tolerance)
+        verdict = judge(_inverse(before.time_range), _inverse(now.time_range), tolerance)
     return Change(before, now, before.median_s / now.median_s, stock_ratio, verdict)
 
 
@@ -106,9 +110,9 @@ def compare(run: Run, other: Run, tolerance: float = TOLERANCE) -> Comparison:
     changes = [_change(before[key], now[key], tolerance) for key in now if key in before]
     changes.sort(key=lambda c: (primitive_rank(c.now.primitive), c.now.case, c.now.tensors, c.now.numel))
     places = [{m.source.labels.get(m.device, m.device) for m in each.measurements} for each in (other, run)]
-    return Comparison(
-        other.name, changes, _summary(changes, len(now), len(before)), _machines(run, other), places[0] == places[1]
-    )
+    few = sum(min(len(c.before.passes), len(c.now.passes)) < FEWEST_PASSES for c in changes)
+    summary = _summary(changes, len(now), len(before))
+    return Comparison(other.name, changes, summary, _machines(run, other), places[0] == places[1], few)
 
 
 def _summary(changes: list[Change], now: int, before: int) -> str:

@@ -7,17 +7,16 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from . import gpu_session
-from .records import Measurement, Memory, Run, Source, machine_of, plural, ratios_of
+from .records import Measurement, Memory, Run, Source, machine_of, plural, pooled, ratios_of
 
 Record = dict[str, Any]
 # In machine_info["shardops"]: of the report's own use, or too long for a table.
-_MISSING, _CPU, _GPUS = "missing", "cpu", "gpus"
+_MISSING, _CPU, _GPUS, _PASS = "missing", "cpu", "gpus", "pass"
 _KINDS = ("ours", "torch", "peer", "limit")
 
 
@@ -45,7 +44,7 @@ def read(path: Path | str) -> Run:
         run.sources.append(source)
         run.measurements += measurements
         run.notes += [f"{name}: {note}" for note in notes]
-    _keep_newest(run)
+    _pool(run)
     return run
 
 
@@ -84,7 +83,7 @@ def _read_benchmarks(data: Record, name: str) -> tuple[Source, list[Measurement]
     for benchmark in data["benchmarks"]:
         for contender, error in (benchmark.get("extra_info") or {}).get("errors", {}).items():
             missing.setdefault(str(contender), str(error))
-    machine = machine_of(ours, but=(_MISSING,))
+    machine = machine_of(ours, but=(_MISSING, _PASS))
     gpus = ours.get(_GPUS) or []
     labels = {
         "cpu": str(ours.get(_CPU) or "CPU"),
@@ -98,6 +97,7 @@ def _read_benchmarks(data: Record, name: str) -> tuple[Source, list[Measurement]
         labels,
         missing,
         memory=tuple(_memory(data["benchmarks"])),
+        number=int(ours.get(_PASS) or 1),
     )
     found: list[Measurement] = []
     notes: list[str] = []
@@ -193,12 +193,24 @@ def _memory(benchmarks: list[Any]) -> Iterator[Memory]:
             yield Memory(**{key: entry[key] for key in Memory.__dataclass_fields__})
 
 
-def _keep_newest(run: Run) -> None:
-    """Of what was measured twice on one machine, the newest stays, in the place of the first."""
-    by_date = sorted(run.measurements, key=lambda m: m.source.date)
-    newest = {(m.where, *m.key): m for m in by_date}
-    twice = Counter((m.where, *m.key) for m in run.measurements)
-    older = sum(count - 1 for count in twice.values())
+def _pool(run: Run) -> None:
+    """Puts together what passes of one run measured; of what was measured again later on one machine, that stays."""
+    groups: dict[tuple[Any, ...], list[Measurement]] = {}
+    for measurement in run.measurements:
+        groups.setdefault((measurement.where, *measurement.key), []).append(measurement)
+    older = 0
+    kept = []
+    for group in groups.values():
+        group.sort(key=lambda m: m.source.date)
+        newest = _but_date(group[-1].source)
+        # A later file of the same pass takes the place of the earlier one.
+        passes = {m.source.number: m for m in group if _but_date(m.source) == newest}
+        older += len(group) - len(passes)
+        kept.append(pooled([passes[number] for number in sorted(passes)]))
     if older:
         run.notes.append(f"{plural(older, 'older figure')} of what was measured again later: the newest is shown")
-        run.measurements = [newest[key] for key in twice]
+    run.measurements = kept
+
+
+def _but_date(source: Source) -> tuple[str, dict[str, str]]:
+    return source.kind, {name: text for name, text in source.machine.items() if name != "date"}

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-# Below this, quartiles say nothing about spread.
-FEWEST_ROUNDS = 3
+# Below these, quartiles of rounds, and a range of passes, say nothing about spread.
+FEWEST_ROUNDS = FEWEST_PASSES = 3
 
 
 class Spread(NamedTuple):
-    """A median and the quartiles around it."""
+    """A median and what lies around it: quartiles of rounds, or the range of passes."""
 
     low: float
     median: float
@@ -61,6 +61,7 @@ class Source:
         missing: what was not measured -> why not.
         warnings: what a reader has to know before the figures.
         memory: where it was recorded.
+        number: of the pass of a run that measured everything several times.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Source:
     missing: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     memory: tuple[Memory, ...] = ()
+    number: int = 1
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Measurement:
         speed_over_stock: median over rounds of stock's time over this one's; None of stock itself.
         speeds: those ratios round by round; empty where rounds are not paired.
         stock: whom ``speed_over_stock`` compares with.
+        passes: the same thing in each pass of the run, of which this one holds all rounds; empty: one pass.
     """
 
     source: Source
@@ -118,6 +121,7 @@ class Measurement:
     speed_over_stock: float | None
     speeds: tuple[float, ...] = ()
     stock: str | None = None
+    passes: tuple[Measurement, ...] = ()
 
     @property
     def time_spread(self) -> Spread | None:
@@ -128,6 +132,16 @@ class Measurement:
     def speed_spread(self) -> Spread | None:
         """Of the paired ratios."""
         return spread_of(self.speeds)
+
+    @property
+    def time_range(self) -> Spread | None:
+        """Seconds that another run's are judged by: from pass to pass, or :attr:`time_spread` of too few passes."""
+        return _range_of([each.median_s for each in self.passes]) or self.time_spread
+
+    @property
+    def speed_range(self) -> Spread | None:
+        """Likewise of the speed over stock."""
+        return _range_of([each.speed_over_stock for each in self.passes]) or self.speed_spread
 
     @property
     def where(self) -> str:
@@ -142,6 +156,36 @@ class Measurement:
         return (*what, self.contender, self.backend, self.device, self.threads if self.device == "cpu" else None)
 
 
+def _range_of(values: Sequence[float | None]) -> Spread | None:
+    """The least, the median and the most; None of fewer than three, or of one that is not known."""
+    known = [value for value in values if value is not None]
+    if len(known) < FEWEST_PASSES or len(known) < len(values):
+        return None
+    return Spread(min(known), statistics.median(known), max(known))
+
+
+def pooled(passes: Sequence[Measurement]) -> Measurement:
+    """One measurement of several passes of the same thing, in their order: all their rounds, medians of these."""
+    if len(passes) == 1:
+        return passes[0]
+    last = passes[-1]
+    seconds = tuple(value for each in passes for value in each.seconds)
+    speeds = tuple(value for each in passes for value in each.speeds)
+    shares = [each.limit_share for each in passes if each.limit_share is not None]
+    whole = [each.speed_over_stock for each in passes if each.speed_over_stock is not None]
+    median = statistics.median(seconds)
+    return replace(
+        last,
+        seconds=seconds,
+        median_s=median,
+        gb_s=last.nbytes / median / 1e9 if last.nbytes else None,
+        limit_share=statistics.median(shares) if shares else None,
+        speed_over_stock=statistics.median(speeds or whole) if speeds or whole else None,
+        speeds=speeds,
+        passes=tuple(passes),
+    )
+
+
 @dataclass
 class Run:
     """What a directory of files gave.
@@ -149,7 +193,7 @@ class Run:
     Attributes:
         name: the directory.
         sources: the files that were read.
-        measurements: of all of them; where a thing was measured twice on one machine, the newest.
+        measurements: of all of them. Passes of one thing are one; else, measured twice on one machine, the newest.
         skipped: files that were not read -> why not.
         notes: what was left out of files that were.
     """
