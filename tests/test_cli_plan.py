@@ -233,7 +233,6 @@ def test_suggested_options_lead_there(arguments: list[str], plan: Plan, config: 
         (["13B", "--device-memory", "80 bananas"], "no amount of memory"),
         (["13B", "--world-size", "0"], "world_size is 0"),
         (["13B", "--batch", "2"], "--batch without both --batch and --sequence"),
-        (["13B", "--batch", "2", "--sequence", "8"], "not known to be a decoder"),
         (["13B", "--batch", "2", "--sequence", "8", "--activations", "1GB"], "are both given"),
         (["13B", "--gradient-release", "--world-size", "2"], "gradient_release is True with zero=0"),
         (["13B", "--png", "picture.docx"], "docx"),

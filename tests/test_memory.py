@@ -332,6 +332,23 @@ def test_activations_of_a_gated_decoder_with_flash_attention() -> None:
     assert plan("7B", activations=5 * 10**9).per_rank["activations"] == 5 * 10**9
 
 
+def test_a_number_of_parameters_is_taken_for_a_decoder() -> None:
+    """Llama 2 of 7 and of 13 billion comes out as it is."""
+    thirteen = LLAMA | {"hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40}
+    thirteen |= {"num_key_value_heads": 40, "intermediate_size": 13824}
+    for config, layers in ((LLAMA, "32 layers of width 4096"), (thirteen, "40 layers of width 5120")):
+        run = {"batch": 2, "sequence": 1024}
+        exact = plan(config, activations=run)
+        guess = plan(exact.parameters, activations=run)
+        assert guess.per_rank["activations"] == pytest.approx(exact.per_rank["activations"], rel=0.01)
+        assert layers in " ".join(guess.notes)
+        assert not exact.notes
+    assert plan(1000, activations={"batch": 1, "sequence": 8}).per_rank["activations"] > 0
+    assert not plan("7B", activations=5 * 10**9).notes
+    tight = plan("70B", world_size=16, zero=3, device_memory="80GB", activations={"batch": 2, "sequence": 4096})
+    assert tight.suggestions[0].changes["activations"]["checkpointing"] == "full"
+
+
 def test_json() -> None:
     found = plan(GPT2, device_memory="1GiB", activations=Activations(1, 64), param_dtype=torch.bfloat16, buffers=False)
     content = json.loads(json.dumps(found.to_json()))

@@ -64,7 +64,6 @@ def test_counts_are_read(text: str, count: int) -> None:
         ({"gradient_release": 1}, TypeError, "gradient_release is 1; it is True or False"),
         ({"gradient_release": True, "world_size": 2}, ValueError, "take zero=3"),
         ({"grad_dtype": "bf16", "param_dtype": "fp32", "zero": 3}, ValueError, "FSDP2 gives each gradient"),
-        ({"activations": {"batch": 1, "sequence": 8}}, ValueError, "not known to be a decoder"),
         ({"activations": {"batch": 0, "sequence": 8}}, ValueError, "batch is 0; it is an integer of at least 1"),
         ({"activations": Activations(1, 8), "bucket_bytes": 0}, ValueError, "bucket_bytes is 0"),
         ({"activations": "2GB"}, TypeError, "activations is '2GB'; it is a number of bytes"),
@@ -82,6 +81,11 @@ def test_bad_options(options: dict[str, Any], error: type[Exception] | None, mes
         return
     with pytest.raises(error, match=message):
         plan("13B", **options)
+
+
+def test_a_module_is_not_taken_for_a_decoder() -> None:
+    with pytest.raises(ValueError, match=r"not known to be a decoder.*--activations 12GB"):
+        plan(nn.Linear(2, 2), activations={"batch": 1, "sequence": 8})
 
 
 @pytest.mark.parametrize(

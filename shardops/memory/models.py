@@ -18,8 +18,11 @@ from ..layout import numel_of
 from ..optim.state import PARAM_DTYPES
 
 # A count has no shapes. Where one is needed, it is taken for a decoder of 12 h**2 parameters a block, the largest of
-# them 4 h**2, and of 128 elements of width for each block, as published ones of 7 to 13 billion parameters have.
+# them 4 h**2, and of 128 elements of width for each block, as published ones of 7 to 13 billion parameters have; for
+# activations also of heads 128 wide, as many of keys as of queries, a gated MLP, 32,000 tokens and untied embeddings, as
+# Llama 2 of these sizes: it comes out with its own width and depth.
 ASSUMED_BLOCK, ASSUMED_LARGEST, ASSUMED_ASPECT = 12, 4, 128
+ASSUMED_HEAD, ASSUMED_VOCABULARY = 128, 32_000
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class ModelSpec:
     Attributes:
         root: those that are in no block; FSDP2 keeps them gathered from forward to backward.
         blocks: groups that are gathered by turns, with how many there are of each.
-        has_shapes: False: only the number of parameters is known.
+        has_shapes: False: only the number of parameters is known; ``decoder`` is then assumed.
         buffer_nbytes: of the module's own buffers, as running means.
         decoder: None: not known to be one.
     """
@@ -135,12 +138,28 @@ def make_group(specs: Iterable[ParameterSpec]) -> Group:
 
 def model_of_count(numel: int) -> ModelSpec:
     """A model of so many parameters of unknown shapes."""
-    return ModelSpec(root=((ParameterSpec((1, numel), is_flat=True), 1),), has_shapes=False)
+    whole = ParameterSpec((1, numel), is_flat=True)
+    return ModelSpec(root=((whole, 1),), has_shapes=False, decoder=_assumed_decoder(numel))
 
 
 def assumed_width(numel: int) -> float:
     """The h of a decoder of so many parameters, ``12 h**2`` in each of ``h / 128`` blocks."""
     return float((numel * ASSUMED_ASPECT / ASSUMED_BLOCK) ** (1 / 3))
+
+
+def _assumed_decoder(numel: int) -> Decoder:
+    heads = max(round(assumed_width(numel) / ASSUMED_HEAD), 1)
+    hidden = heads * ASSUMED_HEAD
+    return Decoder(
+        layers=max(round((numel - 2 * ASSUMED_VOCABULARY * hidden) / (ASSUMED_BLOCK * hidden**2)), 1),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=ASSUMED_HEAD,
+        # Of the 12 h**2 of a block the attention has 4, the MLP's three matrices the rest.
+        intermediate=(ASSUMED_BLOCK - 4) * hidden // 3,
+        vocabulary=ASSUMED_VOCABULARY,
+    )
 
 
 def model_of_module(module: nn.Module, decoder: Decoder | None = None) -> ModelSpec:

@@ -120,7 +120,7 @@ def check_against(options: Options, model: ModelSpec) -> None:
     if isinstance(options.activations, Activations) and model.decoder is None:
         raise ValueError(
             "activations are asked for, and the model is not known to be a decoder, whose sizes they follow from; give "
-            "a config.json, or the bytes that you have measured, as activations=12_000_000_000"
+            "a config.json, or the bytes that you have measured, as activations=12_000_000_000 (--activations 12GB)"
         )
     for spec, _ in model.specs():
         if not spec.is_trainable:

@@ -23,6 +23,10 @@ _ASSUMED = (
     "a number of parameters has no shapes: a decoder of 12 h**2 parameters a block, the largest of them 4 h**2, and "
     "h = 128 times its depth is assumed for gradient release and buffers; a config.json or a module is exact"
 )
+_ASSUMED_DECODER = (
+    "a number of parameters has no layers: activations are those of a decoder with {layers} layers of width {hidden}, "
+    "heads 128 wide, a gated MLP and {vocabulary:,} tokens; a config.json says which it has"
+)
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,8 @@ def plan(
         offload_bucket_bytes: the most that staging takes.
         shadows: under FSDP2 with float32 parameters and narrower compute the step keeps rounded copies of parameters,
             counted among ``buffers``; False: removed, ``shardops.fsdp.plug_in_of(optimizer).remove()``.
-        activations: :class:`Activations` or a dict of its fields, for a decoder; or bytes; None: not counted.
+        activations: :class:`Activations` or a dict of its fields, for a decoder, which a number of parameters is taken
+            for; or bytes; None: not counted.
         buffers: count what communication takes, see ``shardops/memory/communication.py``; None: where shapes are
             known, so that a number of parameters gives the formula's figures.
         bucket_bytes: of one bucket of stages 1 and 2.
@@ -177,6 +182,8 @@ def plan(
             notes.append(f"nothing that was tried fits {format_size(limit)}; the least is {least.text}")
     if not spec.has_shapes and (made.buffers or made.gradient_release or any(map(_releases, suggestions))):
         notes.append(_ASSUMED)
+    if not spec.has_shapes and isinstance(made.activations, Activations):
+        notes.append(_ASSUMED_DECODER.format(**vars(spec.decoder)))
     if made.zero in (1, 2):
         notes.append(f"zero={made.zero} is planned by formula: shardops has no such stage yet")
     return MemoryPlan(
