@@ -19,8 +19,8 @@ from ..optim.state import PARAM_DTYPES
 
 # A count has no shapes. Where one is needed, it is taken for a decoder of 12 h**2 parameters a block, the largest of
 # them 4 h**2, and of 128 elements of width for each block, as published ones of 7 to 13 billion parameters have; for
-# activations also of heads 128 wide, as many of keys as of queries, a gated MLP, 32,000 tokens and untied embeddings, as
-# Llama 2 of these sizes: it comes out with its own width and depth.
+# activations also of heads 128 wide, as many of keys as of queries, a gated MLP, 32,000 tokens and untied embeddings:
+# Llama 2 of these sizes comes out with its own width and depth.
 ASSUMED_BLOCK, ASSUMED_LARGEST, ASSUMED_ASPECT = 12, 4, 128
 ASSUMED_HEAD, ASSUMED_VOCABULARY = 128, 32_000
 
