@@ -1,6 +1,7 @@
 // fp32 <-> bf16 and fp16, round to nearest even or, to bf16, dithered; without branches so that plain loops vectorise.
-// Denormals are exact and NaN stays NaN; nothing here depends on F16C or AVX512-BF16. A GPU has instructions for the
-// same roundings, which differ in a NaN's payload only.
+// Denormals are exact and NaN stays NaN; nothing here depends on F16C or AVX512-BF16 (cpu/cast_copy.cpp has AVX-512's
+// instruction for long copies to fp16). A GPU has instructions for the same roundings, which differ in a NaN's payload
+// only.
 #pragma once
 
 #include "platform.h"
