@@ -5,6 +5,7 @@ Machines differ and drift; only ratios of functions that alternated in one proce
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -14,11 +15,12 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import shardops
 
@@ -35,6 +37,32 @@ def alternate(functions: dict[str, Callable[[], Any]], rounds: int = 15, warmup:
             if round_ >= warmup:
                 times[name].append(time.perf_counter() - start)
     return times
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Drops what C++ writes to the error stream: the profiler tells of each start and stop."""
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def peak_allocation(function: Callable[[], Any]) -> int:
+    """The most bytes that torch's allocator handed out beyond what it had at the start, at any moment."""
+    with _silenced(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        function()
+    now = peak = 0
+    results = profiled.profiler.kineto_results  # type: ignore[union-attr]
+    for event in sorted(results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
 
 
 def paired_ratio(times: dict[str, list[float]], numerator: str, denominator: str) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from _harness import show, streams_limit
+from _harness import peak_allocation, show, streams_limit
 from _records import Case, machine_of, records_of, table_of
 from gpu import measure as timing
 from gpu.device import CpuDevice, Device, open_device
@@ -131,6 +131,10 @@ class HostDevice(CpuDevice):
                 function()
             seconds = (time.perf_counter() - start) / count
         return seconds, seconds
+
+    def peak_of(self, function: Callable[[], Any]) -> tuple[int, int]:
+        """What was there before is not known, and left out of both."""
+        return 0, peak_allocation(function)
 
     def free_bytes(self) -> int:
         """What Linux says is available, or what is left of the control group's limit."""

@@ -243,6 +243,75 @@ def test_host_time(benchmark: Any, suite: Suite) -> None:
         print(f"{record['contender']}: {record['median_s'] / count * 1e6:.2f} us a tensor")
 
 
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+# (case, contender) -> dtype of the parameters, and options of ours or the way of torch's. Every mixed-precision case
+# starts from bf16 parameters and gradients.
+MEMORY: dict[tuple[str, str], tuple[torch.dtype, Any]] = {
+    ("fp32", "torch fused"): (FLOAT32, "fused"),
+    ("fp32", "torch foreach"): (FLOAT32, "foreach"),
+    ("fp32", OURS): (FLOAT32, {}),
+    ("bf16 + fp32 masters", "torch fused"): (BFLOAT16, "fused"),
+    ("bf16 + fp32 masters", OURS): (BFLOAT16, {"master_weights": "fp32"}),
+    ("bf16 + split32", OURS): (BFLOAT16, {}),
+    ("bf16 + split32 + bf16", OURS): (BFLOAT16, {"state_dtype": BFLOAT16}),
+    ("bf16 + split32 + int8", OURS): (BFLOAT16, {"state_dtype": "int8"}),
+    ("bf16 + split24 + int8", OURS): (BFLOAT16, {"state_dtype": "int8", "master_weights": "split24"}),
+}
+
+
+def torch_over_masters(params: list[nn.Parameter], way: str) -> tuple[Callable[[], Any], Any, list[Tensor]]:
+    """The step of torch's optimizer over fp32 masters, that optimizer, and the masters with their gradients."""
+    optimizers, tensors = [], []
+
+    def step_of(masters: list[Tensor], master_grads: list[Tensor]) -> Callable[[], Any]:
+        tensors.extend([*masters, *master_grads])
+        optimizers.append(torch.optim.AdamW(parameters(masters, master_grads), lr=LR, **{way: True}))  # type: ignore[arg-type]
+        return optimizers[0].step
+
+    grads = [param.grad for param in params if param.grad is not None]
+    step, _ = over_masters([param.detach() for param in params], grads, step_of)
+    return step, optimizers[0], tensors
+
+
+def memory_of(suite: Suite, dtype: torch.dtype, how: Any, backend: str | None) -> dict[str, int]:
+    """What an optimizer holds around its third step, and the most within it; backend None: torch's."""
+    params = made(suite, dtype, contenders.shapes_of(suite.scale.peers))
+    tensors = [tensor for param in params for tensor in (param.detach(), param.grad) if tensor is not None]
+    if backend is not None:
+        optimizer: Any = shardops.FusedShardedAdamW(params, lr=LR, backend=backend, **how)
+        step: Callable[[], Any] = optimizer.step
+    elif dtype == FLOAT32:
+        optimizer = torch.optim.AdamW(params, lr=LR, **{how: True})
+        step = optimizer.step
+    else:
+        step, optimizer, masters = torch_over_masters(params, how)
+        tensors += masters
+    for _ in range(2):  # states are made in the first, plans by the second
+        step()
+    before, most = suite.device.peak_of(step)
+    resident = nbytes_of(tensors, *states_of(optimizer))
+    numel = sum(param.numel() for param in params)
+    return {"numel": numel, "resident": resident, "peak": resident + most - before}
+
+
+@pytest.mark.parametrize(("case", "name"), MEMORY, ids=[", ".join(key) for key in MEMORY])
+def test_memory(benchmark: Any, suite: Suite, case: str, name: str) -> None:
+    """Bytes that are held around a step, and within it. Counted: their times are no figures."""
+    suite.room(f"memory, {case}", suite.scale.peers * 60)
+    dtype, how = MEMORY[case, name]
+    records = []
+    for backend in suite.backends if name == OURS else (None,):
+        found = memory_of(suite, dtype, how, backend)
+        suite.device.release()
+        records.append({"case": case, "contender": name if backend is None else f"{name} {backend}", **found})
+        each, peak = found["resident"] / found["numel"], found["peak"] / found["resident"]
+        print(f"memory, {case}, {records[-1]['contender']}: {each:.2f} bytes a parameter, {peak:.3f} of it in the step")
+    benchmark.extra_info["memory"] = records
+    benchmark.pedantic(len, (records,), rounds=1)  # a benchmark without a time would not be kept
+
+
 # ---- peers -----------------------------------------------------------------------------------------------------------
 
 

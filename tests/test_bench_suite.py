@@ -183,6 +183,33 @@ def test_steps_of_optimizers(suite: Suite, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == ""
 
 
+BYTES = {
+    ("fp32", "torch fused"): 16,
+    ("fp32", "torch foreach"): 16,
+    ("fp32", "shardops"): 16,
+    ("bf16 + fp32 masters", "torch fused"): 20,  # with fp32 gradients
+    ("bf16 + fp32 masters", "shardops"): 16,
+    ("bf16 + split32", "shardops"): 14,
+    ("bf16 + split32 + bf16", "shardops"): 10,
+    ("bf16 + split32 + int8", "shardops"): 8.0625,
+    ("bf16 + split24 + int8", "shardops"): 7.0625,
+}
+
+
+@pytest.mark.parametrize(("case", "name"), bench_sharded_adam.MEMORY)
+def test_memory(suite: Suite, case: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fixture = Fixture()
+    bench_sharded_adam.test_memory(fixture, suite, case, name)
+    (record,) = fixture.extra_info["memory"]
+    assert set(record) == {"case", "contender", "numel", "resident", "peak"}
+    assert (record["case"], record["contender"]) == (case, "shardops cpp" if name == "shardops" else name)
+    assert record["resident"] / record["numel"] == BYTES[case, name]
+    temporaries = (record["peak"] - record["resident"]) / record["numel"]
+    # foreach makes a square root of each second moment; a step of ours, nothing that grows with the parameters.
+    assert temporaries == (pytest.approx(4, abs=0.1) if name == "torch foreach" else pytest.approx(0, abs=0.1))
+    assert f"{BYTES[case, name]:.2f} bytes a parameter" in capsys.readouterr().out
+
+
 # ---- ratios ----------------------------------------------------------------------------------------------------------
 
 

@@ -136,6 +136,18 @@ def test_memory_of_a_session(tmp_path: Path) -> None:
     assert table.rows == [("fp32", "shardops cpp", Cell("100M"), Cell("16.00"), Cell("1.62 GB"), Cell("1.010"))]
 
 
+def test_memory_of_passes_is_told_once(tmp_path: Path) -> None:
+    files = []
+    for number in (1, 2):
+        data = nth_pass(number)
+        row = {"case": "fp32", "contender": "shardops cpp", "numel": 10**6, "resident": 16 * 10**6}
+        data["benchmarks"][0]["extra_info"]["memory"] = [{**row, "peak": (16 + number) * 10**6}]
+        files.append((f"{3 - number}.json", data))
+    table = memory_table(run_of(tmp_path, *files))
+    assert table is not None
+    assert [row[-1] for row in table.rows] == [Cell("1.125")]  # the later one's
+
+
 # ---- what cannot be read ---------------------------------------------------------------------------------------------
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _harness import peak_allocation
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 import shardops
 
@@ -131,32 +128,6 @@ def _sizes(model: nn.Module) -> parts.Sizes:
         world_size=dist.get_world_size(),
         tensors=len(params),
     )
-
-
-@contextlib.contextmanager
-def _silenced() -> Iterator[None]:
-    """Drops what C++ writes to the error stream: the profiler tells of each start and stop."""
-    kept = os.dup(2)
-    try:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-
-
-def peak_allocation(function: Callable[[], Any]) -> int:
-    """The most bytes that torch's allocator handed out beyond what it had at the start, at any moment."""
-    with _silenced(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        function()
-    now = peak = 0
-    results = profiled.profiler.kineto_results  # type: ignore[union-attr]
-    for event in sorted(results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
 
 
 def measure(elements: int, repeats: int, warmup: int = WARMUP) -> dict[str, Any]:

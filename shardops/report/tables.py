@@ -313,18 +313,21 @@ def bytes_table(run: Run) -> Table | None:
 
 def memory_table(run: Run) -> Table | None:
     """Memory that a step holds, where it was recorded."""
-    rows: list[tuple[str | Cell | None, ...]] = []
-    for source in run.sources:
-        for row in source.memory:
-            rows.append(
-                (
-                    row.case,
-                    row.contender,
-                    Cell(count(row.numel)),
-                    Cell(f"{row.resident / row.numel:.2f}"),
-                    Cell(f"{row.peak / 1e9:.3g} GB"),
-                    Cell(f"{row.peak / row.resident:.3f}"),
-                )
-            )
+    newest = {
+        (row.case, row.contender, row.numel): row
+        for source in sorted(run.sources, key=lambda source: source.date)
+        for row in source.memory
+    }
+    rows: list[tuple[str | Cell | None, ...]] = [
+        (
+            row.case,
+            row.contender,
+            Cell(count(row.numel)),
+            Cell(f"{row.resident / row.numel:.2f}"),
+            Cell(f"{row.peak / 1e9:.3g} GB"),
+            Cell(f"{row.peak / row.resident:.3f}"),
+        )
+        for row in newest.values()
+    ]
     header = ("case", "contender", "parameters", "bytes a parameter", "peak", "peak over resident")
     return Table(header, 2, rows) if rows else None
