@@ -6,14 +6,20 @@
 namespace shardops {
 namespace {
 
-// FNV-1a over 64-bit words.
+// Of 64-bit words, in order. Each is mixed by the finaliser of MurmurHash3 (Appleby, public domain): a product alone, as
+// FNV-1a takes it, never brings a difference in a word's upper bits to the lower ones.
 class Hash {
  public:
-  void add(int64_t word) { value_ = (value_ ^ static_cast<uint64_t>(word)) * 0x100000001B3u; }
-  int64_t value() const { return static_cast<int64_t>(value_ ^ (value_ >> 32)); }
+  void add(int64_t word) {
+    value_ = (value_ ^ static_cast<uint64_t>(word)) + 0x9E3779B97F4A7C15u;
+    value_ = (value_ ^ (value_ >> 33)) * 0xFF51AFD7ED558CCDu;
+    value_ = (value_ ^ (value_ >> 33)) * 0xC4CEB9FE1A85EC53u;
+    value_ ^= value_ >> 33;
+  }
+  int64_t value() const { return static_cast<int64_t>(value_); }
 
  private:
-  uint64_t value_ = 0xCBF29CE484222325u;
+  uint64_t value_ = 0;
 };
 
 Array array_of(const Device& device, const TensorView& tensor, const char* name, size_t index) {

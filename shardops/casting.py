@@ -27,13 +27,13 @@ def cast_model(model: Model, dtype: torch.dtype, keep_fp32: Iterable[str] = ()) 
     back. So are complex, integer and 8-bit parameters. One parameter at a time exists twice. Models on the meta device
     can be cast.
 
-    Under FSDP2 cast before ``fully_shard``, which wants one dtype in each of its groups: modules whose parameters
-    are kept get a ``fully_shard`` of their own.
+    Under FSDP2 cast before ``fully_shard``, which wants one dtype in each of its groups: keep all parameters of a
+    module or none, and give those that are kept a ``fully_shard`` of their own.
 
     Args:
         model: whose parameters are cast; plain ones, before DDP or ``fully_shard``.
         dtype: ``torch.bfloat16``, ``torch.float16`` or ``torch.float32``.
-        keep_fp32: patterns as in ``fnmatch`` (case matters), such as ``"*.norm.weight"``, over the names of
+        keep_fp32: patterns as in ``fnmatch`` (case matters), such as ``"*norm.*"``, over the names of
             ``model.named_parameters()``. A parameter that matches under any of its names is left as it is.
 
     Returns:
@@ -55,7 +55,7 @@ def cast_model(model: Model, dtype: torch.dtype, keep_fp32: Iterable[str] = ()) 
         if not matches:
             raise ValueError(
                 f"keep_fp32 has the pattern {pattern!r}, which matches none of the {len(named)} parameters "
-                f"({', '.join(name for name, _ in named[:3])}, ...); a pattern covers the whole name: '*.norm.weight'"
+                f"({', '.join(name for name, _ in named[:3])}, ...); a pattern covers the whole name: '*norm.*'"
             )
         kept |= matches
     for name, param in named:

@@ -120,7 +120,10 @@ def _say(*command: str) -> str | None:
 
 
 def _compiler() -> dict[str, str | None]:
-    command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    try:
+        command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    except ValueError as error:  # a quote that does not end
+        return {"path": None, "version": f"CXX is {os.environ['CXX']!r}: {error}"}
     path = shutil.which(command[0])
     said = _say(*command, "--version") if path else None
     return {"path": path, "version": said.splitlines()[0] if said else None}

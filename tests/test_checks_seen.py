@@ -4,12 +4,14 @@ what the first would have, and looks at no tensor in Python.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from shardops import ops
 from shardops.ops import _adam_formats, _checks, _geometry, _library
@@ -184,6 +186,79 @@ def test_strided_tensors_are_copied_in_every_call() -> None:
         assert all(torch.equal(a, b) for a, b in zip(outs, source, strict=True))
         total, _ = ops.grad_norm([tensor[::2] for tensor in source], float("inf"))
         assert float(total) == max(float(tensor[::2].abs().max()) for tensor in source)
+
+
+def test_views_that_negate_are_looked_at_each_time() -> None:
+    """The dispatcher hands the hash plain copies of them: they would pass for others of their shapes."""
+    plain = [torch.randn(3, 5) for _ in range(6)]
+    negated = [torch.complex(tensor * 100, tensor).conj().imag for tensor in plain]
+    expected = sum(float(tensor.double().square().sum()) for tensor in plain)
+    for backend in ("cpp", "reference"):
+        for grads in (plain, negated, plain, negated):
+            assert float(ops.grad_norm(grads, backend=backend)[0]) == pytest.approx(expected)
+    outs = [torch.complex(tensor, tensor).conj().imag for tensor in plain]
+    buffer = ops.flatten_shard(plain, 1, align=1)
+    ops.unflatten_shard(buffer, [torch.empty_like(tensor) for tensor in plain])
+    ops.unflatten_shard(buffer, outs)
+    assert all(torch.equal(out, tensor) for out, tensor in zip(outs, plain, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["cpp", "reference"])
+def test_no_derivative_in_any_call(backend: str) -> None:
+    grads = tensors(6)
+    tangents = [torch.ones_like(grad) for grad in grads]
+    for _ in range(3):
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(grad, tangent) for grad, tangent in zip(grads, tangents, strict=True)]
+            total, _ = ops.grad_norm(duals, backend=backend)
+            assert forward_ad.unpack_dual(total).tangent is None
+            assert forward_ad.unpack_dual(ops.cast_gather(duals, torch.float32, backend=backend)).tangent is None
+        _, tangent = torch.func.jvp(lambda *given: ops.grad_norm(given, backend=backend)[0], (*grads,), (*tangents,))
+        assert float(tangent) == 0.0
+
+
+@pytest.mark.parametrize("backend", ["cpp", "reference"])
+def test_results_that_want_a_gradient_are_written_in_every_call(backend: str) -> None:
+    source = tensors(4)
+    expected = ops.flatten_shard(source, 2, align=1)
+    for _ in range(2):
+        leaf = torch.zeros_like(expected).requires_grad_()
+        ops.flatten_shard(source, 2, align=1, out=leaf, backend=backend)
+        assert torch.equal(leaf, expected)
+        assert leaf.is_leaf
+        inner = torch.zeros(expected.numel()).requires_grad_() * 2
+        before = inner.grad_fn
+        ops.cast_gather([expected.view(-1)] + [torch.empty(0)] * 3, torch.float32, out=inner, backend=backend)
+        assert torch.equal(inner, expected.view(-1))
+        assert inner.grad_fn is before
+
+
+def test_sizes_that_differ_in_their_upper_bits_are_told_apart() -> None:
+    """Under a hash by products alone these two collided, and the second result had the first one's shape."""
+    small = [torch.ones(1, 8)] * 4
+    wide = torch.arange(16777224.0).as_strided((1, 16777224), (67461185544, 1))
+    assert ops.flatten_shard(small, 1, align=1).numel() == 32
+    assert ops.flatten_shard([wide, *small[:3]], 1, align=1).numel() == 16777224 + 24
+
+
+def test_many_threads_keep_what_they_found() -> None:
+    seen: _geometry.Seen[int] = _geometry.Seen()
+    failures: list[BaseException] = []
+
+    def put(first: int) -> None:
+        try:
+            for number in range(20_000):
+                seen.put((first, number), number)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=put, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(seen._found) == seen._MOST
 
 
 def test_the_oldest_go() -> None:

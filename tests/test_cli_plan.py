@@ -190,7 +190,7 @@ def test_how_much_is_missing_in_both_units(capsys: pytest.CaptureFixture[str]) -
     text = capsys.readouterr().out
     assert "does not fit: 128.0 GB (119.2 GiB) too much" in text
     assert "The cheapest changes that make it fit" in text
-    assert text.count("not counted") == 2
+    assert text.count("not counted") == 3  # two rows, and the verdict
     assert main(["plan", "1B", "--device-memory", "20GB"]) == 0
     text = capsys.readouterr().out
     assert "fits, with 6.0 GB (5.6 GiB) left" in text
@@ -240,6 +240,9 @@ def test_suggested_options_lead_there(arguments: list[str], plan: Plan, config: 
         (["--measure", "nowhere_to_be_found:build"], "No module named 'nowhere_to_be_found'"),
         (["--measure", "json:nothing"], "no attribute 'nothing'"),
         (["--measure", "json"], "it is MODULE:FACTORY"),
+        (["1e400"], "it is at least 1 and less than 1e+16"),
+        (["3000000T"], "it is at least 1 and less than 1e+16"),
+        (["13B", "--device-memory", "1e400GB"], "less than 1e+16"),
         (["--measure", "json:dumps", "--zero", "3"], "zero cannot be measured"),
     ],
 )
@@ -264,6 +267,20 @@ def build():
 
 def fails():
     raise ValueError("no data\\n  in the folder")
+
+def frozen():
+    return torch.nn.Linear(2, 2).requires_grad_(False)
+
+class Broken(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, batch):
+        return self.nothing_of_this_name * batch
+
+def broken():
+    return Broken(), torch.ones(2)
 """
 
 
@@ -294,6 +311,23 @@ def test_measured_beside_planned(factory: str, plan: Plan, capsys: pytest.Captur
 def test_a_factory_that_fails(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--measure", factory.replace("build", "fails")]) == 2
     assert capsys.readouterr().err == "shardops plan: error: no data in the folder\n"
+
+
+def test_a_model_that_fails_shows_where(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its fault is no import's, and exit code 1 would say that it does not fit."""
+    assert main(["plan", "--measure", factory.replace("build", "broken")]) == 2
+    said = capsys.readouterr().err
+    assert "in forward" in said
+    assert "failed: AttributeError: 'Broken' object has no attribute 'nothing_of_this_name'" in said.splitlines()[-1]
+    assert main(["plan", "--measure", factory.replace("build", "frozen")]) == 2
+    assert "no parameter that requires a gradient" in capsys.readouterr().err
+
+
+def test_activations_of_a_plan_are_not_asked_of_the_measured_model(factory: str, plan: Plan) -> None:
+    code, found = plan("7B", "--batch", "1", "--sequence", "8", "--measure", factory)
+    assert code == 0
+    assert found["per_rank"]["activations"] > 0
+    assert found["measured"]["planned"]["activations"] == 0
 
 
 def test_measured_beside_another_plan(factory: str, plan: Plan) -> None:

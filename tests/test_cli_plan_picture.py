@@ -72,4 +72,4 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
     assert main(["plan", "13B", "--png", "never.png"]) == 2
-    assert "pip install shardops[reports]" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err

@@ -63,7 +63,8 @@ def test_thirteen_billion_do_not_train_on_80_gb() -> None:
     }
     assert (found.fits, found.device_memory, found.bytes_per_parameter) == (False, 80 * 10**9, 16.0)
     assert found.verdict == (
-        "208.0 GB (193.7 GiB) a rank on 80.0 GB (74.5 GiB): does not fit: 128.0 GB (119.2 GiB) too much"
+        "208.0 GB (193.7 GiB) a rank on 80.0 GB (74.5 GiB), activations and buffers not counted: does not fit: "
+        "128.0 GB (119.2 GiB) too much"
     )
 
 
@@ -251,9 +252,34 @@ def test_gradient_release_holds_one_parameters_or_one_groups_gradients() -> None
     assert plan(model, **options).per_rank["gradients"] == 2 * 50 * 130
     two = plan(model, world_size=2, zero=3, **options).per_rank["gradients"]
     assert two == 2 * 25 * 130  # the root's; a block has 20 * 131
-    count = plan(12 * 128**2 * 10**3, **options).per_rank["gradients"]
-    h = (12 * 128**2 * 10**3 * 128 / 12) ** (1 / 3)
-    assert count == pytest.approx(2 * 4 * h**2, rel=1e-6)
+
+
+def test_a_number_of_parameters_is_planned_as_the_model_it_is_taken_for() -> None:
+    """Gradient release and buffers of Llama 2, whose MLP is a hundredth wider."""
+    exact = plan(LLAMA).parameters
+    for options in (
+        {"gradient_release": True},
+        {"gradient_release": True, "world_size": 8, "zero": 3, "buffers": True},
+        {"world_size": 8, "zero": 3, "buffers": True},
+        {"world_size": 8, "buffers": True},
+    ):
+        count, config = (plan(model, **options).per_rank for model in (exact, LLAMA))  # type: ignore[arg-type]
+        assert count["gradients"] == pytest.approx(config["gradients"], rel=0.01), options
+        if "buffers" in options:
+            assert count["buffers"] == pytest.approx(config["buffers"], rel=0.01), options
+
+
+def test_what_is_not_counted_is_said() -> None:
+    shadows: dict[str, Any] = {"world_size": 8, "zero": 3, "param_dtype": "fp32", "compute_dtype": "bf16"}
+    found = plan("13B", device_memory="80GB", **shadows)
+    assert found.per_rank["buffers"] > 0  # the shadows alone
+    assert found.not_counted == ("activations", "buffers")
+    assert "activations and buffers not counted" in found.verdict
+    assert plan("13B", buffers=True, activations=0, **shadows).not_counted == ()
+    assert plan("13B", buffers=False, activations=0).not_counted == ()
+    exact = plan(LLAMA, device_memory="80GB", activations={"batch": 1, "sequence": 8})
+    assert exact.not_counted == ()
+    assert "counted" not in exact.verdict
 
 
 def test_offloaded_states_are_on_the_host() -> None:
@@ -362,6 +388,7 @@ def test_json() -> None:
         "options",
         "host",
         "notes",
+        "not_counted",
     }
     assert content["suggestions"]
     assert set(content["suggestions"][0]) == {"text", "changes", "total"}

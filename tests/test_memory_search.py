@@ -74,8 +74,20 @@ def test_what_is_suggested_for_thirteen_billion() -> None:
     (first, *_) = plan("13B", master="fp32", device_memory="80GB").suggestions
     assert first.text == (
         "exact masters in 16 bits more (master='split32'), moments in 8 bits (state_dtype='int8'), gradient release "
-        "(shardops.enable_gradient_release): 79.0 GB (73.6 GiB)"
+        "(shardops.enable_gradient_release): 79.1 GB (73.7 GiB)"
     )
+
+
+def test_what_is_suggested_is_accepted() -> None:
+    """FSDP2 gives each gradient its parameter's dtype: with narrower ones its stage is no way out."""
+    asked: dict[str, Any] = {"world_size": 8, "param_dtype": "float32", "grad_dtype": "bfloat16"}
+    found = plan("7B", device_memory="60GB", **asked).suggestions
+    assert found
+    for suggestion in found:
+        changed = plan("7B", device_memory="60GB", **{**asked, **suggestion.changes})
+        assert (changed.fits, changed.per_rank["total"]) == (True, suggestion.total), suggestion.text
+    low = plan("7B", device_memory="60GB", world_size=8, param_dtype="float16").suggestions
+    assert all(suggestion.changes.get("master") not in ("split32", "split24", "stochastic") for suggestion in low)
 
 
 def test_a_change_without_loss_is_taken_where_one_suffices() -> None:

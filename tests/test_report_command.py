@@ -71,7 +71,7 @@ def test_without_jinja2_it_says_what_to_install(
     error = capsys.readouterr().err
     assert len(lines(error)) == 1
     assert "jinja2" in error
-    assert "pip install shardops[reports]" in error
+    assert "pip install jinja2 matplotlib" in error
 
 
 def test_a_tolerance_is_a_share(capsys: pytest.CaptureFixture[str]) -> None:

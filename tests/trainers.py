@@ -42,7 +42,7 @@ def needs(package: str, at_least: str) -> None:
     try:
         found = version(package)
     except PackageNotFoundError:
-        pytest.skip(f"{package} is not installed: pip install 'shardops[test]'")
+        pytest.skip(f"{package} is not installed: pip install {package}")
     if Version(found) < Version(at_least):
         pytest.skip(f"{package} {found} is older than {at_least}, whose interface is tested")
 

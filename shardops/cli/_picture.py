@@ -49,9 +49,7 @@ def draw_stages(path: str | Path, model: Any, keywords: Mapping[str, Any]) -> li
     try:
         import matplotlib.figure
     except ImportError as error:
-        raise ImportError(
-            "--png draws with matplotlib, which is not installed: pip install shardops[reports]"
-        ) from error
+        raise ImportError("--png draws with matplotlib, which is not installed: pip install matplotlib") from error
     plans = [_plan(model, {**keywords, "zero": stage}) for stage in range(len(STAGES))]
     drawn = {stage: plan for stage, plan in enumerate(plans) if not isinstance(plan, str)}
     if not drawn:

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--gradient-as-bucket-view", action="store_true", default=None, help="DDP's gradients lie in its buckets"
     )
-    group.add_argument("--bucket-size", metavar="SIZE", help="of DDP's and ZeRO's buckets; default 25MiB")
+    group.add_argument("--bucket-size", metavar="SIZE", help="of ZeRO's buckets, at stages 1 and 2; default 25MiB")
     group.add_argument(
         "--buffers",
         action=argparse.BooleanOptionalAction,
@@ -93,7 +94,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 def _add_activations(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("activations (left out unless asked for)")
-    group.add_argument("--batch", type=int, metavar="N", help="sequences of one microbatch of a rank, for a config")
+    group.add_argument("--batch", type=int, metavar="N", help="sequences of one microbatch of a rank")
     group.add_argument("--sequence", type=int, metavar="N", help="tokens of each")
     group.add_argument(
         "--checkpointing",
@@ -150,12 +151,16 @@ def _measure(options: argparse.Namespace, keywords: Mapping[str, Any]) -> Measur
         sys.path.insert(0, os.getcwd())
     if options.model is not None:  # that is planned for as many ranks as it likes, this runs on one
         keywords = {name: value for name, value in keywords.items() if name in _MEASURABLE}
+        if isinstance(keywords.get("activations"), Mapping):  # by the formula of that model
+            del keywords["activations"]
     with contextlib.redirect_stdout(sys.stderr):
         try:
             return measure(options.measure, **keywords)
-        except (ImportError, AttributeError) as error:
-            where = "modules are looked for in this folder and on PYTHONPATH"
-            raise ValueError(f"--measure {options.measure!r} failed: {error}; {where}") from error
+        except (ValueError, TypeError):
+            raise
+        except Exception as error:  # of the factory, or of the model that it made
+            traceback.print_exc()
+            raise ValueError(f"--measure {options.measure!r} failed: {type(error).__name__}: {error}") from error
 
 
 def _keywords(options: argparse.Namespace) -> dict[str, Any]:
@@ -174,7 +179,7 @@ def _keywords(options: argparse.Namespace) -> dict[str, Any]:
     if run:
         given["activations"] = run
     elif options.activations is not None:
-        given["activations"] = parse_size(options.activations)
+        given["activations"] = 0 if options.activations.strip() == "0" else parse_size(options.activations)
     return given
 
 
@@ -205,8 +210,9 @@ def _show_plan(plan: MemoryPlan) -> None:
     for name, nbytes in plan.per_rank.items():
         share = f"{100 * nbytes / plan.per_rank['total']:.1f} %"
         row = [name, f"{nbytes:,}", format_size(nbytes), f"{nbytes / plan.parameters:.2f}", share]
-        # What nobody asked for is not nothing.
-        rows.append([name, "not counted", "", "", ""] if not nbytes and plan.options.get(name, 0) is None else row)
+        if name in plan.not_counted:  # what nobody asked for is not nothing; shadows are a part of the buffers
+            row = [f"{name}, in part", *row[1:]] if nbytes else [name, "not counted", "", "", ""]
+        rows.append(row)
     ranks = plan.options["world_size"]
     _show.table(
         f"{plan.parameters:,} parameters, ZeRO stage {plan.options['zero']}, {ranks} rank{'s' * (ranks > 1)}",
@@ -217,7 +223,8 @@ def _show_plan(plan: MemoryPlan) -> None:
     )
     if plan.host:
         _show.say(f"In host memory, for each rank: {format_size(plan.host)} of states.")
-    _show.say(f"Parameters, gradients and states: {plan.bytes_per_parameter:.2f} bytes a parameter.")
+    what = "Parameters and gradients" if plan.host else "Parameters, gradients and states"
+    _show.say(f"{what}: {plan.bytes_per_parameter:.2f} bytes a parameter.")
     _show.say(plan.verdict)
     if plan.suggestions and plan.device_memory is not None:
         rows = [[s.text, flags(s.changes), format_size(plan.device_memory - s.total)] for s in plan.suggestions]

@@ -9,7 +9,7 @@ import heapq
 
 import torch
 
-from .models import ASSUMED_BLOCK, Group, ModelSpec, assumed_width
+from .models import Group, ModelSpec
 from .options import Options
 
 
@@ -69,8 +69,7 @@ def _shadows(model: ModelSpec, options: Options) -> int:
 
 
 def _fsdp2(model: ModelSpec, options: Options) -> int:
-    if not model.has_shapes:
-        return _fsdp2_of_count(model, options)
+    model = model.stand_in or model
     blocks = [(_gathered(group, options), times) for group, times in model.blocks]
     two = sum(heapq.nlargest(2, (size for size, times in blocks for _ in range(min(times, 2)))))
     made, root_reduced = _gradients(model.root, options)
@@ -82,14 +81,6 @@ def _fsdp2(model: ModelSpec, options: Options) -> int:
     times = [1, *(times for _, times in model.blocks)]
     held = max(rounded) if options.gradient_release else sum(a * b for a, b in zip(rounded, times, strict=True))
     return max(at_a_block, at_the_root) + held
-
-
-def _fsdp2_of_count(model: ModelSpec, options: Options) -> int:
-    """The same, of blocks as a decoder of so many parameters is assumed to have, and no root."""
-    ((spec, _),) = model.root
-    block = min(int(ASSUMED_BLOCK * assumed_width(spec.numel) ** 2), spec.numel)
-    compute = options.compute_dtype_of(spec).itemsize
-    return block * (3 * compute + options.reduce_dtype.itemsize)
 
 
 def _gathered(group: Group, options: Options) -> int:

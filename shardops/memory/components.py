@@ -16,7 +16,7 @@ from ..optim.masters import create_master, master_storage
 from ..optim.moments import create_moments, moment_storage
 from .activations import Activations, activation_nbytes
 from .communication import buffer_nbytes
-from .models import ASSUMED_BLOCK, ASSUMED_LARGEST, Group, ModelSpec, ParameterSpec, assumed_width
+from .models import Group, ModelSpec, ParameterSpec
 from .options import Options
 
 COMPONENTS = ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq", "activations", "buffers", "total")
@@ -126,10 +126,7 @@ def _activations(model: ModelSpec, options: Options) -> int:
 def _largest_gradients(model: ModelSpec, options: Options) -> int:
     """The most bytes of gradients that gradient release has at once: of a parameter, under FSDP2 of a group."""
     shards = options.world_size if options.zero == 3 else 1
-    if not model.has_shapes:
-        ((spec, _),) = model.root
-        numel = (ASSUMED_BLOCK if options.zero == 3 else ASSUMED_LARGEST) * assumed_width(spec.numel) ** 2
-        return int(numel / shards) * options.grad_dtype_of(spec).itemsize
+    model = model.stand_in or model
 
     def gradient(spec: ParameterSpec) -> int:
         numel = _shape_numel(spec.padded_shape(shards)) if spec.is_trainable else 0

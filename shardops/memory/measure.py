@@ -118,7 +118,8 @@ def measure(
 
     Raises:
         TypeError: another option; a factory that returns something else.
-        ValueError: parameters on the meta device; a factory's name without a colon; see also :func:`plan`.
+        ValueError: parameters on the meta device, or none to train; a factory's name without a colon, or that cannot be
+            imported; see also :func:`plan`.
     """
     unknown = set(options) - set(_OPTIONS)
     if unknown:
@@ -130,6 +131,8 @@ def measure(
         module.to(parse_dtype(options["param_dtype"], "param_dtype"))
     planned = plan(module, device_memory=device_memory, **options)
     trainable = [param for param in module.parameters() if param.requires_grad]
+    if not trainable:
+        raise ValueError("the factory's module has no parameter that requires a gradient; there is nothing to step")
     optimizer = FusedShardedAdamW(
         trainable,
         state_dtype=planned.options["state_dtype"],
@@ -208,9 +211,15 @@ def _resolve(name: str) -> Callable[[], Any]:
     module, colon, path = name.partition(":")
     if not colon or not module or not path:
         raise ValueError(f"the factory is {name!r}; it is MODULE:FACTORY, as my_models:build")
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"the factory {name!r} cannot be imported: {error}; modules are looked for as Python does, by the command "
+            "also in this folder"
+        ) from error
     if not callable(found):
         raise TypeError(f"the factory {name!r} is a {type(found).__name__}; it is a function without arguments")
     return found  # type: ignore[no-any-return]

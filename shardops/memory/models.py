@@ -17,12 +17,10 @@ from torch import nn
 from ..layout import numel_of
 from ..optim.state import PARAM_DTYPES
 
-# A count has no shapes. Where one is needed, it is taken for a decoder of 12 h**2 parameters a block, the largest of
-# them 4 h**2, and of 128 elements of width for each block, as published ones of 7 to 13 billion parameters have; for
-# activations also of heads 128 wide, as many of keys as of queries, a gated MLP, 32,000 tokens and untied embeddings:
-# Llama 2 of these sizes comes out with its own width and depth.
-ASSUMED_BLOCK, ASSUMED_LARGEST, ASSUMED_ASPECT = 12, 4, 128
-ASSUMED_HEAD, ASSUMED_VOCABULARY = 128, 32_000
+# A count has no shapes. Where some are needed, it is taken for a decoder as Llama 2: 12 h**2 parameters a block in a
+# gated MLP and an attention with heads of 128 elements, as many of keys as of queries, as many blocks as heads, and
+# untied embeddings of 32,000 tokens. Llama 2 of 7 and 13 billion parameters comes out with its own width and depth.
+ASSUMED_BLOCK, ASSUMED_HEAD, ASSUMED_VOCABULARY = 12, 128, 32_000
 
 
 @dataclass(frozen=True)
@@ -103,6 +101,7 @@ class ModelSpec:
         root: those that are in no block; FSDP2 keeps them gathered from forward to backward.
         blocks: groups that are gathered by turns, with how many there are of each.
         has_shapes: False: only the number of parameters is known; ``decoder`` is then assumed.
+        stand_in: a model of that decoder, where shapes are needed and not known.
         buffer_nbytes: of the module's own buffers, as running means.
         decoder: None: not known to be one.
     """
@@ -112,6 +111,7 @@ class ModelSpec:
     has_shapes: bool = True
     buffer_nbytes: int = 0
     decoder: Decoder | None = None
+    stand_in: ModelSpec | None = None
 
     def specs(self) -> Iterator[tuple[ParameterSpec, int]]:
         """All parameters with how many there are of each, in no order."""
@@ -139,16 +139,21 @@ def make_group(specs: Iterable[ParameterSpec]) -> Group:
 def model_of_count(numel: int) -> ModelSpec:
     """A model of so many parameters of unknown shapes."""
     whole = ParameterSpec((1, numel), is_flat=True)
-    return ModelSpec(root=((whole, 1),), has_shapes=False, decoder=_assumed_decoder(numel))
-
-
-def assumed_width(numel: int) -> float:
-    """The h of a decoder of so many parameters, ``12 h**2`` in each of ``h / 128`` blocks."""
-    return float((numel * ASSUMED_ASPECT / ASSUMED_BLOCK) ** (1 / 3))
+    decoder = _assumed_decoder(numel)
+    stand_in = _model_of_decoder(decoder)
+    return ModelSpec(root=((whole, 1),), has_shapes=False, decoder=decoder, stand_in=stand_in)
 
 
 def _assumed_decoder(numel: int) -> Decoder:
-    heads = max(round(assumed_width(numel) / ASSUMED_HEAD), 1)
+    def total(heads: int) -> int:
+        hidden = heads * ASSUMED_HEAD
+        return heads * ASSUMED_BLOCK * hidden**2 + 2 * ASSUMED_VOCABULARY * hidden
+
+    heads = 1
+    while total(heads) < numel:
+        heads += 1
+    if heads > 1 and numel - total(heads - 1) < total(heads) - numel:
+        heads -= 1
     hidden = heads * ASSUMED_HEAD
     return Decoder(
         layers=max(round((numel - 2 * ASSUMED_VOCABULARY * hidden) / (ASSUMED_BLOCK * hidden**2)), 1),
@@ -160,6 +165,15 @@ def _assumed_decoder(numel: int) -> Decoder:
         intermediate=(ASSUMED_BLOCK - 4) * hidden // 3,
         vocabulary=ASSUMED_VOCABULARY,
     )
+
+
+def _model_of_decoder(decoder: Decoder) -> ModelSpec:
+    """Its matrices, as far as :func:`_assumed_decoder` knows them."""
+    hidden, inner = decoder.hidden, decoder.intermediate
+    attention = [ParameterSpec((hidden, hidden))] * 4
+    mlp = [ParameterSpec((inner, hidden))] * 2 + [ParameterSpec((hidden, inner))]
+    root = make_group([ParameterSpec((decoder.vocabulary, hidden))] * 2)
+    return ModelSpec(root, ((make_group(attention + mlp), decoder.layers),), decoder=decoder)
 
 
 def model_of_module(module: nn.Module, decoder: Decoder | None = None) -> ModelSpec:

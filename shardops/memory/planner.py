@@ -15,17 +15,14 @@ from .activations import Activations
 from .components import STATES, rank_nbytes
 from .configs import decoder_of_config, model_of_config, read_config
 from .models import ModelSpec, config_of_module, model_of_count, model_of_module
-from .options import DDP_BUCKET_BYTES, check_against, make_options
+from .options import DDP_BUCKET_BYTES, Options, check_against, make_options
 from .search import Suggestion, search
 from .sizes import format_size, is_count, parse_count, parse_size
 
 _ASSUMED = (
-    "a number of parameters has no shapes: a decoder of 12 h**2 parameters a block, the largest of them 4 h**2, and "
-    "h = 128 times its depth is assumed for gradient release and buffers; a config.json or a module is exact"
-)
-_ASSUMED_DECODER = (
-    "a number of parameters has no layers: activations are those of a decoder with {layers} layers of width {hidden}, "
-    "heads 128 wide, a gated MLP and {vocabulary:,} tokens; a config.json says which it has"
+    "a number of parameters has no shapes: for activations, buffers and gradient release it is taken for a decoder "
+    "with {layers} layers of width {hidden}, heads 128 wide, a gated MLP and {vocabulary:,} tokens; a config.json or a "
+    "module is exact"
 )
 
 
@@ -45,6 +42,7 @@ class MemoryPlan:
         options: what was planned for, as keyword arguments of :func:`plan`.
         host: bytes of offloaded states in the host's memory, for this rank.
         notes: what was assumed; if nothing makes it fit, the least that was found.
+        not_counted: ``"activations"`` and ``"buffers"``, where nobody asked for them and nothing tells how many.
         ranks: ``per_rank`` of each rank, if asked for.
     """
 
@@ -57,6 +55,7 @@ class MemoryPlan:
     options: dict[str, Any]
     host: int = 0
     notes: tuple[str, ...] = ()
+    not_counted: tuple[str, ...] = ()
     ranks: list[dict[str, int]] | None = None
 
     @property
@@ -67,12 +66,14 @@ class MemoryPlan:
             return f"{total} a rank"
         left = self.device_memory - self.per_rank["total"]
         how = f"fits, with {format_size(left)} left" if left >= 0 else f"does not fit: {format_size(-left)} too much"
-        return f"{total} a rank on {format_size(self.device_memory)}: {how}"
+        missing = " and ".join(self.not_counted)
+        without = f", {missing} not counted" if missing else ""
+        return f"{total} a rank on {format_size(self.device_memory)}{without}: {how}"
 
     def to_json(self) -> dict[str, Any]:
         """Everything, of types that JSON has; ``ranks`` only if there are any."""
         content = asdict(self)
-        content["notes"] = list(self.notes)
+        content |= {"notes": list(self.notes), "not_counted": list(self.not_counted)}
         if self.ranks is None:
             del content["ranks"]
         return content
@@ -180,10 +181,9 @@ def plan(
         suggestions, least = search(spec, made, limit)
         if not suggestions:
             notes.append(f"nothing that was tried fits {format_size(limit)}; the least is {least.text}")
-    if not spec.has_shapes and (made.buffers or made.gradient_release or any(map(_releases, suggestions))):
-        notes.append(_ASSUMED)
-    if not spec.has_shapes and isinstance(made.activations, Activations):
-        notes.append(_ASSUMED_DECODER.format(**vars(spec.decoder)))
+    is_assumed = made.buffers or made.gradient_release or any(map(_releases, suggestions))
+    if spec.decoder and not spec.has_shapes and (is_assumed or isinstance(made.activations, Activations)):
+        notes.append(_ASSUMED.format(**vars(spec.decoder)))
     if made.zero in (1, 2):
         notes.append(f"zero={made.zero} is planned by formula: shardops has no such stage yet")
     return MemoryPlan(
@@ -196,6 +196,7 @@ def plan(
         options=made.to_json(),
         host=host,
         notes=tuple(notes),
+        not_counted=tuple(name for name in ("activations", "buffers") if _is_left_out(name, spec, made)),
         ranks=[rank_nbytes(spec, made, rank)[0] for rank in range(made.world_size)] if ranks else None,
     )
 
@@ -224,6 +225,11 @@ def read_model(model: Any) -> ModelSpec:
     if not spec.numel:
         raise ValueError("the model has no parameters; there is nothing to plan")
     return spec
+
+
+def _is_left_out(name: str, spec: ModelSpec, options: Options) -> bool:
+    """Whether nobody asked for it, nor to leave it out, and it is not counted by itself."""
+    return getattr(options, name) is None and not (name == "buffers" and spec.has_shapes)
 
 
 def _releases(suggestion: Suggestion) -> bool:

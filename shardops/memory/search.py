@@ -7,6 +7,7 @@ which each step waits for; more ranks come last.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -17,7 +18,7 @@ import torch
 from .activations import CHECKPOINTING, Activations
 from .components import rank_nbytes
 from .models import ModelSpec
-from .options import Options
+from .options import Options, check_against
 from .sizes import format_size
 
 MOST_RANKS = 1024
@@ -113,6 +114,15 @@ def _candidates(model: ModelSpec, options: Options) -> Iterator[tuple[Levels, Op
     lists: tuple[list[Any], ...] = tuple(
         list(enumerate(each)) for each in (stages, views, releases, runs, states, offloads, sizes)
     )
+
+    @functools.cache  # of thousands of candidates, which differ in much that does not matter here
+    def is_trainable(stage: int, master: str) -> bool:
+        try:
+            check_against(replace(options, zero=stage, master=master), model)
+        except ValueError:
+            return False
+        return True
+
     for (exact, master), *combination in product(masters, *lists):
         levels, (stage, view, release, run, state, offload, size) = zip(*combination, strict=True)
         changed = replace(
@@ -126,7 +136,7 @@ def _candidates(model: ModelSpec, options: Options) -> Iterator[tuple[Levels, Op
             offload_state=offload,
             world_size=size,
         )
-        if changed.conflict() is None and _is_of_use(levels, changed):
+        if changed.conflict() is None and _is_of_use(levels, changed) and is_trainable(stage, master):
             yield (*levels[:2], exact, *levels[2:]), changed
 
 

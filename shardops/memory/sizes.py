@@ -12,6 +12,7 @@ import torch
 
 _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_MOST = 10**16  # of both: sums of them stay within 64 bits
 _NUMBER = r"(\d+(?:\.\d+)?(?:e\d+)?)"
 _DTYPES = {
     "float32": torch.float32,
@@ -30,15 +31,17 @@ def parse_size(size: str | int) -> int:
         ValueError: anything else, or nothing: an amount is at least one byte.
         TypeError: neither text nor an integer.
     """
+    given = size
     if isinstance(size, str):
         match = re.fullmatch(_NUMBER + r"\s*([kmgt]i?|)b?", size.strip().replace("_", "").lower())
         if match is None:
             raise ValueError(f"{size!r} is no amount of memory; write 80GB (10**9 bytes), 74GiB (2**30) or bytes")
-        size = round(float(match[1]) * _BYTES[match[2]])
+        value = float(match[1]) * _BYTES[match[2]]
+        size = round(value) if value < _MOST else _MOST
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"the amount of memory is {size!r}; it is a number of bytes, or text as 80GB or 74GiB")
-    if size < 1:
-        raise ValueError(f"the amount of memory is {size}; it is at least one byte")
+    if not 1 <= size < _MOST:
+        raise ValueError(f"the amount of memory is {given!r}; it is at least one byte and less than {_MOST:.0e}")
     return size
 
 
@@ -56,13 +59,15 @@ def parse_count(count: str | int) -> int:
     Raises:
         ValueError: anything else, or none: a model has at least one parameter.
     """
+    given = count
     if isinstance(count, str):
-        match = re.fullmatch(_NUMBER + "([kmbt]?)", count.strip().replace("_", "").lower())
+        match = _match_count(count)
         if match is None:
             raise ValueError(f"{count!r} is no number of parameters; write 13B, 350M, 20k or an integer")
-        count = round(float(match[1]) * _COUNTS[match[2]])
-    if count < 1:
-        raise ValueError(f"the number of parameters is {count}; it is at least 1")
+        value = float(match[1]) * _COUNTS[match[2]]
+        count = round(value) if value < _MOST else _MOST
+    if not 1 <= count < _MOST:
+        raise ValueError(f"the number of parameters is {given}; it is at least 1 and less than {_MOST:.0e}")
     return count
 
 
@@ -70,11 +75,11 @@ def is_count(value: Any) -> bool:
     """Whether it is an integer, or text that is a number of parameters and not the path of a file."""
     if not isinstance(value, str):
         return isinstance(value, int) and not isinstance(value, bool)
-    try:
-        parse_count(value)
-    except ValueError:
-        return False
-    return True
+    return _match_count(value) is not None
+
+
+def _match_count(text: str) -> re.Match[str] | None:
+    return re.fullmatch(_NUMBER + "([kmbt]?)", text.strip().replace("_", "").lower())
 
 
 def parse_dtype(dtype: Any, name: str) -> torch.dtype:

@@ -5,11 +5,13 @@ Plans and checks are kept between calls; this says in one call whether the tenso
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _library
 
@@ -39,6 +41,7 @@ class Seen(Generic[Value]):
 
     def __init__(self) -> None:
         self._found: dict[Hashable, Value] = {}
+        self._lock = threading.Lock()
 
     def key(self, tensors: Sequence[Tensor], *rest: Hashable) -> Hashable | None:
         """What :meth:`get` and :meth:`put` want.
@@ -48,13 +51,16 @@ class Seen(Generic[Value]):
             rest: whatever else the checks depend on, the lists' lengths among them.
 
         Returns:
-            None if they are too few to be worth it, or there is nothing to know them by: under a trace, without the op
-            library, or if these are no plain tensors, or ``rest`` nothing that can be compared; the checks then have to
-            say what is wrong.
+            None if they are too few to be worth it, or there is nothing to know them by: under a trace, a transform of
+            torch.func or forward-mode AD, without the op library, or if these are no plain tensors, or ``rest`` nothing
+            that can be compared; the checks then have to say what is wrong.
         """
-        if len(tensors) < self._FEWEST or _library.is_traced():
+        if len(tensors) < self._FEWEST or _is_transformed():
             return None
         try:
+            # The dispatcher would give the hash a plain copy of a view that negates, which is not what the op gets.
+            if any(map(Tensor.is_neg, tensors)):
+                return None
             geometry = geometry_hash(tensors)
             # With their types: True is 1, which a check may tell apart.
             key = geometry, *rest, *map(type, rest)
@@ -71,6 +77,16 @@ class Seen(Generic[Value]):
         """Keeps a value that is not None."""
         if key is None:
             return
-        if len(self._found) >= self._MOST and key not in self._found:
-            self._found.pop(next(iter(self._found)), None)
-        self._found[key] = value
+        with self._lock:
+            if len(self._found) >= self._MOST and key not in self._found:
+                del self._found[next(iter(self._found))]
+            self._found[key] = value
+
+
+def _is_transformed() -> bool:
+    """Whether tensors are not what they look like: traced, wrapped by torch.func, or with a tangent."""
+    return (
+        _library.is_traced()
+        or forward_ad._current_level >= 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )

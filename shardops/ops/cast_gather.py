@@ -53,7 +53,7 @@ def cast_gather(
         with torch.no_grad():
             run(out, shards)
     else:
-        run(out, [shard.detach().contiguous() for shard in shards])
+        run(out.detach(), [shard.detach().contiguous() for shard in shards])
         if all(shard.is_contiguous() for shard in shards):
             _SEEN.put(key, numel)
     _library.mark_written([out])

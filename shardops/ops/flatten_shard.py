@@ -127,7 +127,7 @@ def flatten_shard(
             run(out, tensors, segments, scale)
     else:
         # A tensor that is not row-major is copied first, alone: its rows are not one range of memory.
-        run(out, [tensor.detach().contiguous() for tensor in tensors], segments, scale)
+        run(out.detach(), [tensor.detach().contiguous() for tensor in tensors], segments, scale)
         if all(tensor.is_contiguous() for tensor in tensors):
             _FLATTEN_SEEN.put(key, plan)
     _library.mark_written([out])

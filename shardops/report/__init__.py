@@ -1,7 +1,7 @@
 """Reports that people can read, from JSON files of measurements: ``shardops report``.
 
 ``read`` collects the measurements of any set of files, ``write`` makes an HTML and a Markdown file from them. Drawing
-takes the packages of ``pip install shardops[reports]``; reading and comparing take none.
+takes jinja2 and matplotlib (the extra ``reports``); reading and comparing take none.
 """
 
 from __future__ import annotations
@@ -49,6 +49,6 @@ def write(
     except ImportError as error:
         raise ImportError(
             f"reports are made with jinja2 and matplotlib, and {error.name} cannot be imported ({error}); "
-            "`pip install shardops[reports]` installs both"
+            "`pip install jinja2 matplotlib` installs both"
         ) from error
     return render.write(run, Path(directory), other, tolerance=tolerance)
