@@ -151,7 +151,9 @@ def streams_limit(arrays: Sequence[tuple[int, str]]) -> tuple[Callable[[], Any],
 
 def machine() -> dict[str, Any]:
     """Versions, processor, threads and revision, for the record."""
-    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
+    # With "-dirty", if there is what no revision has: runs of it are of no revision.
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    revision = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
     cpu = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
         if line.startswith("model name"):

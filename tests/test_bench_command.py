@@ -142,6 +142,9 @@ def test_nothing_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
             options(*arguments)
     capsys.readouterr()
     monkeypatch.setattr(bench, "run_suite", lambda *arguments: 0)  # should it come to that, nothing is measured
+    (tmp_path / "file").touch()
+    assert bench.run(options("--out", str(tmp_path / "file"))) == 2
+    assert "cannot be a folder" in capsys.readouterr().err
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
     assert bench.run(options("--out", str(tmp_path / "out"))) == 2
     assert "pip install pytest pytest-benchmark" in capsys.readouterr().err

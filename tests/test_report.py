@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +137,51 @@ def test_memory_of_a_session(tmp_path: Path) -> None:
     assert table.rows == [("fp32", "shardops cpp", Cell("100M"), Cell("16.00"), Cell("1.62 GB"), Cell("1.010"))]
 
 
+def test_passes_of_another_folder_are_another_run(tmp_path: Path) -> None:
+    """Of the newer run, which has one pass, not two of the older one's beside it."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    for number in (1, 2, 3):
+        (tmp_path / "old" / f"{number}.json").write_text(json.dumps(nth_pass(number)))
+    late = nth_pass(1, 5.0, date="2026-11-09T00:00:00+00:00")
+    run = run_of(tmp_path, ("new/1.json", late))
+    assert {(m.source.name, m.passes) for m in run.measurements} == {("new/1.json", ())}
+    assert "78 older figures" in run.notes[0]
+
+
+def test_speeds_are_pooled_over_one_stock(tmp_path: Path) -> None:
+    """In the last pass torch's fused update failed: its ratios are over nothing, not over another of torch's."""
+    files = [(f"{number}.json", nth_pass(number)) for number in (1, 2, 3)]
+    for benchmark in files[2][1]["benchmarks"]:
+        rows = benchmark["extra_info"]["measurements"]
+        gone = {record["stock"] for record in rows if record["speed_over_stock"] is not None}
+        benchmark["extra_info"]["measurements"] = [
+            {**record, "speed_over_stock": None} for record in rows if record["contender"] not in gone
+        ]
+    found = run_of(tmp_path, *files)
+    mine = only(found, kind="ours", numel=8000)
+    assert len(mine.passes) == 3
+    assert (mine.stock, mine.speed_over_stock, mine.speeds) == (None, None, ())
+
+
+def test_memory_of_two_machines_stands_beside_each_other(tmp_path: Path) -> None:
+    files = []
+    for number, cpu in ((1, CPU), (2, "Another CPU")):
+        data = nth_pass(1, cpu=cpu)
+        row = {"case": "fp32", "contender": "shardops cpp", "numel": 10**6, "resident": 16 * 10**6}
+        data["benchmarks"][0]["extra_info"]["memory"] = [
+            {**row, "peak": (16 + number) * 10**6},
+            {**row, "resident": 0, "peak": 1},
+            {"case": "fp32"},
+        ]
+        files.append((f"{number}.json", data))
+    run = run_of(tmp_path, *files)
+    table = memory_table(run)
+    assert table is not None
+    assert sorted(str(row[0]) for row in table.rows) == ["fp32; Another CPU", f"fp32; {CPU}"]
+    assert sum("a record of memory is left out" in note for note in run.notes) == 4
+
+
 def test_memory_of_passes_is_told_once(tmp_path: Path) -> None:
     files = []
     for number in (1, 2):
@@ -186,7 +232,13 @@ def test_an_unknown_file_is_named_and_skipped(name: str, tmp_path: Path) -> None
         ("seconds", [], "'seconds' holds no positive times"),
         ("seconds", [1.0, -1.0], "'seconds' holds no positive times"),
         ("kind", "own", "'kind' is 'own', none of ours"),
-        ("gb_s", "fast", "'gb_s' is 'fast', neither a number nor null"),
+        ("seconds", [1.0, float("inf")], "'seconds' holds no positive times"),
+        ("numel", 10**400, "nothing can be said of so many"),
+        ("tensors", -1, "'tensors' is -1"),
+        ("median_s", float("nan"), "'median_s' is nan"),
+        ("speed_over_stock", -1, "'speed_over_stock' is -1"),
+        ("backend", ["cpp"], "'backend' is ['cpp'], neither a text nor null"),
+        ("gb_s", "fast", "'gb_s' is 'fast', neither a positive number nor null"),
     ],
 )
 def test_a_bad_record_is_left_out_with_the_reason(key: str, value: Any, reason: str, tmp_path: Path) -> None:

@@ -73,7 +73,11 @@ def run(options: argparse.Namespace) -> int:
         return 2
     scale = options.scale or ("quick" if options.quick else "full")
     out = options.out.absolute()
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"shardops bench: error: --out {options.out} cannot be a folder: {error}", file=sys.stderr)
+        return 2
     failed: list[Path] = []
     names = [name for name in SUITES if options.only is None or name in options.only]
     # Each pass measures all of them, so that passes of one suite lie apart in time.

@@ -51,9 +51,9 @@ class Seen(Generic[Value]):
             rest: whatever else the checks depend on, the lists' lengths among them.
 
         Returns:
-            None if they are too few to be worth it, or there is nothing to know them by: under a trace, a transform of
-            torch.func or forward-mode AD, without the op library, or if these are no plain tensors, or ``rest`` nothing
-            that can be compared; the checks then have to say what is wrong.
+            None if they are too few to be worth it, or there is nothing to know them by: under a trace or forward-mode
+            AD, without the op library, or if these are no plain tensors, or ``rest`` nothing that can be compared; the
+            checks then have to say what is wrong.
         """
         if len(tensors) < self._FEWEST or _is_transformed():
             return None
@@ -84,9 +84,5 @@ class Seen(Generic[Value]):
 
 
 def _is_transformed() -> bool:
-    """Whether tensors are not what they look like: traced, wrapped by torch.func, or with a tangent."""
-    return (
-        _library.is_traced()
-        or forward_ad._current_level >= 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    """Whether tensors are not what they look like: traced, or with a tangent (torch.func.jvp's, too)."""
+    return _library.is_traced() or forward_ad._current_level >= 0

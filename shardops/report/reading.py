@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 import statistics
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ Record = dict[str, Any]
 # In machine_info["shardops"]: of the report's own use, or too long for a table.
 _MISSING, _CPU, _GPUS, _PASS = "missing", "cpu", "gpus", "pass"
 _KINDS = ("ours", "torch", "peer", "limit")
+_MOST = 2.0**63
 
 
 def read(path: Path | str) -> Run:
@@ -36,9 +38,10 @@ def read(path: Path | str) -> Run:
     run = Run(str(path))
     for file in files:
         name = file.name if file == root else file.relative_to(root).as_posix()
+        name = name.encode(errors="replace").decode()  # Linux allows names that no text is
         try:
             source, measurements, notes = read_data(json.loads(file.read_text(encoding="utf-8")), name)
-        except (OSError, ValueError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
             run.skipped[name] = " ".join(str(error).split())
             continue
         run.sources.append(source)
@@ -89,6 +92,7 @@ def _read_benchmarks(data: Record, name: str) -> tuple[Source, list[Measurement]
         "cpu": str(ours.get(_CPU) or "CPU"),
         "cuda": ", ".join(dict.fromkeys(str(gpu["name"] if isinstance(gpu, dict) else gpu) for gpu in gpus)) or "GPU",
     }
+    notes: list[str] = []
     source = Source(
         name,
         "pytest-benchmark",
@@ -96,11 +100,10 @@ def _read_benchmarks(data: Record, name: str) -> tuple[Source, list[Measurement]
         machine,
         labels,
         missing,
-        memory=tuple(_memory(data["benchmarks"])),
+        memory=tuple(_memory(data["benchmarks"], notes)),
         number=int(ours.get(_PASS) or 1),
     )
     found: list[Measurement] = []
-    notes: list[str] = []
     for benchmark, records in lists:
         good = []
         for index, record in enumerate(records):
@@ -126,16 +129,25 @@ def _checked(record: Any) -> Record:
         if not isinstance(record.get(key), kind):
             raise ValueError(f"{key!r} is {record.get(key)!r}, not of type {kind.__name__}")
     for key in ("nbytes", "threads", "median_s", "gb_s", "limit_share", "speed_over_stock"):
-        if not isinstance(record.get(key), (int, float, type(None))):
-            raise ValueError(f"{key!r} is {record[key]!r}, neither a number nor null")
-    if record["numel"] < 1:
-        raise ValueError(f"'numel' is {record['numel']}, and nothing can be said of no element")
+        if record.get(key) is not None and not _is_positive(record[key]):
+            raise ValueError(f"{key!r} is {record[key]!r}, neither a positive number nor null")
+    for key in ("case", "dtype", "backend", "device", "stock"):
+        if not isinstance(record.get(key), (str, type(None))):
+            raise ValueError(f"{key!r} is {record[key]!r}, neither a text nor null")
+    for key in ("numel", "tensors"):
+        if not _is_positive(record[key]):
+            raise ValueError(f"{key!r} is {record[key]}, and nothing can be said of so many")
     if record.get("kind") not in _KINDS:
         raise ValueError(f"'kind' is {record.get('kind')!r}, none of {', '.join(_KINDS)}")
     seconds = record["seconds"]
-    if not seconds or not all(isinstance(value, (int, float)) and value > 0 for value in seconds):
+    if not seconds or not all(map(_is_positive, seconds)):
         raise ValueError("'seconds' holds no positive times")
     return record
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether it is a number that a report can show."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < _MOST
 
 
 def _paired(source: Source, records: list[Record]) -> list[Measurement]:
@@ -144,7 +156,9 @@ def _paired(source: Source, records: list[Record]) -> list[Measurement]:
     for record in records:
         same = [other for other in records if _case_of(other) == _case_of(record)]
         named = [other for other in same if other["contender"] == record.get("stock")]
-        stocks = named or [o for o in same if o["kind"] == "torch" and o.get("speed_over_stock") is None]
+        # A stock that is named and not there failed; who names none has the first of torch's that was compared with.
+        unnamed = [] if record.get("stock") else same
+        stocks = named or [o for o in unnamed if o["kind"] == "torch" and o.get("speed_over_stock") is None]
         stock = stocks[0] if stocks and record is not stocks[0] and record["kind"] != "limit" else None
         found.append(_measurement(source, record, stock))
     return found
@@ -186,11 +200,16 @@ def _measurement(source: Source, record: Record, stock: Record | None) -> Measur
     )
 
 
-def _memory(benchmarks: list[Any]) -> Iterator[Memory]:
+def _memory(benchmarks: list[Any], notes: list[str]) -> Iterator[Memory]:
     """``extra_info["memory"]``, where a benchmark recorded it: records of case, contender, numel, resident and peak."""
     for benchmark in benchmarks:
         for entry in (benchmark.get("extra_info") or {}).get("memory") or []:
-            yield Memory(**{key: entry[key] for key in Memory.__dataclass_fields__})
+            record = entry if isinstance(entry, dict) else {}
+            are_texts = all(isinstance(record.get(key), str) for key in ("case", "contender"))
+            if are_texts and all(_is_positive(record.get(key)) for key in ("numel", "resident", "peak")):
+                yield Memory(**{key: record[key] for key in Memory.__dataclass_fields__})
+            else:
+                notes.append(f"{benchmark.get('name', '?')}: a record of memory is left out: {entry!r:.200}")
 
 
 def _pool(run: Run) -> None:
@@ -212,5 +231,7 @@ def _pool(run: Run) -> None:
     run.measurements = kept
 
 
-def _but_date(source: Source) -> tuple[str, dict[str, str]]:
-    return source.kind, {name: text for name, text in source.machine.items() if name != "date"}
+def _but_date(source: Source) -> tuple[str, str, dict[str, str]]:
+    """What passes of one run have in common: their folder, too, since ``shardops bench`` fills one at a time."""
+    machine = {name: text for name, text in source.machine.items() if name != "date"}
+    return posixpath.dirname(source.name), source.kind, machine

@@ -141,7 +141,8 @@ class Measurement:
     @property
     def speed_range(self) -> Spread | None:
         """Likewise of the speed over stock."""
-        return _range_of([each.speed_over_stock for each in self.passes]) or self.speed_spread
+        speeds = [each.speed_over_stock for each in self.passes if each.stock == self.stock]
+        return _range_of(speeds) or self.speed_spread
 
     @property
     def where(self) -> str:
@@ -165,22 +166,26 @@ def _range_of(values: Sequence[float | None]) -> Spread | None:
 
 
 def pooled(passes: Sequence[Measurement]) -> Measurement:
-    """One measurement of several passes of the same thing, in their order: all their rounds, medians of these."""
+    """One measurement of several passes of the same thing, in their order: all their rounds, and the median pass.
+
+    Speeds over another stock than the last pass's, because its own was not measured, are left out.
+    """
     if len(passes) == 1:
         return passes[0]
     last = passes[-1]
     seconds = tuple(value for each in passes for value in each.seconds)
-    speeds = tuple(value for each in passes for value in each.speeds)
+    alike = [each for each in passes if each.stock == last.stock]
+    speeds = tuple(value for each in alike for value in each.speeds)
     shares = [each.limit_share for each in passes if each.limit_share is not None]
-    whole = [each.speed_over_stock for each in passes if each.speed_over_stock is not None]
-    median = statistics.median(seconds)
+    whole = [each.speed_over_stock for each in alike if each.speed_over_stock is not None]
+    median = statistics.median(each.median_s for each in passes)
     return replace(
         last,
         seconds=seconds,
         median_s=median,
         gb_s=last.nbytes / median / 1e9 if last.nbytes else None,
         limit_share=statistics.median(shares) if shares else None,
-        speed_over_stock=statistics.median(speeds or whole) if speeds or whole else None,
+        speed_over_stock=statistics.median(whole) if whole else None,
         speeds=speeds,
         passes=tuple(passes),
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .records import Measurement, Run, Spread, plural
+from .records import Measurement, Memory, Run, Source, Spread, plural
 
 ORDER = (
     "sharded_adam",
@@ -311,23 +311,31 @@ def bytes_table(run: Run) -> Table | None:
     return Table(("primitive", "case", "contender", "bytes an element", "elements"), 3, rows) if rows else None
 
 
+def _kept_sources(run: Run) -> list[tuple[Source, str]]:
+    """The files whose measurements are shown, and the hardware that these ran on."""
+    found: dict[str, tuple[Source, str]] = {}
+    for measurement in run.measurements:
+        for each in measurement.passes or (measurement,):
+            found.setdefault(each.source.name, (each.source, each.source.labels.get(each.device, each.device)))
+    return list(found.values())
+
+
 def memory_table(run: Run) -> Table | None:
     """Memory that a step holds, where it was recorded."""
-    newest = {
-        (row.case, row.contender, row.numel): row
-        for source in sorted(run.sources, key=lambda source: source.date)
-        for row in source.memory
-    }
+    newest: dict[tuple[str, str, str, int], Memory] = {}
+    for source, place in sorted(_kept_sources(run), key=lambda pair: pair[0].date):
+        newest |= {(place, row.case, row.contender, row.numel): row for row in source.memory}
+    is_one_place = len({place for place, *_ in newest}) == 1
     rows: list[tuple[str | Cell | None, ...]] = [
         (
-            row.case,
+            row.case if is_one_place else f"{row.case}; {place}",
             row.contender,
             Cell(count(row.numel)),
             Cell(f"{row.resident / row.numel:.2f}"),
             Cell(f"{row.peak / 1e9:.3g} GB"),
             Cell(f"{row.peak / row.resident:.3f}"),
         )
-        for row in newest.values()
+        for (place, *_), row in newest.items()
     ]
     header = ("case", "contender", "parameters", "bytes a parameter", "peak", "peak over resident")
     return Table(header, 2, rows) if rows else None
