@@ -44,14 +44,16 @@ def _cuda_reason() -> str | None:
 def unavailable_reason(device_type: str) -> str | None:
     """Why the library cannot run on a device type, with the remedy; None if it can."""
     path = _library.library_path()
-    named = " (named by SHARDOPS_LIBRARY)" if "SHARDOPS_LIBRARY" in os.environ else ""
+    if os.environ.get("SHARDOPS_LIBRARY") and not _library.load():
+        why = _library.load_error() if path.exists() else "there is no such file"
+        return f"SHARDOPS_LIBRARY names {path}, which cannot be loaded ({why}); name another library, or unset it"
     if not path.exists():
         return (
-            f"the op library {path}{named} is not built (no C++ compiler when the package was installed?); "
+            f"the op library {path} is not built (no C++ compiler when the package was installed?); "
             f"install g++ and run: {_REBUILD}"
         )
     if not _library.load():
-        return f"the op library {path}{named} cannot be loaded ({_library.load_error()}); run: {_REBUILD}"
+        return f"the op library {path} cannot be loaded ({_library.load_error()}); run: {_REBUILD}"
     if device_type == "cuda":
         return _cuda_reason()
     if device_type != "cpu":
