@@ -6,8 +6,8 @@
 namespace shardops {
 namespace {
 
-// Of 64-bit words, in order. Each is mixed by the finaliser of MurmurHash3 (Appleby, public domain): a product alone, as
-// FNV-1a takes it, never brings a difference in a word's upper bits to the lower ones.
+// Of 64-bit words, in order. Each is mixed by the finaliser of MurmurHash3 (Appleby, public domain): a product alone,
+// as FNV-1a takes it, never brings a difference in a word's upper bits to the lower ones.
 class Hash {
  public:
   void add(int64_t word) {

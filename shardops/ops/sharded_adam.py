@@ -137,8 +137,9 @@ def sharded_adam(
     dense = lists
     write_back: list[tuple[Tensor, Tensor]] = []
     if not is_seen:
-        dense, write_back = _dense_lists(lists, is_ordered)
-        if all(map(operator.is_, tensors, (tensor for members in dense.values() for tensor in members))):
+        detached = {name: [tensor.detach() for tensor in members] for name, members in lists.items()}
+        dense, write_back = _dense_lists(detached, is_ordered)
+        if all(all(map(operator.is_, dense[name], members)) for name, members in detached.items()):
             _SEEN.put(key, True)
     with torch.no_grad():
         _registry.resolve("sharded_adam", device.type, backend)(
