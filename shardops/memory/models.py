@@ -100,18 +100,21 @@ class ModelSpec:
     Attributes:
         root: those that are in no block; FSDP2 keeps them gathered from forward to backward.
         blocks: groups that are gathered by turns, with how many there are of each.
-        has_shapes: False: only the number of parameters is known; ``decoder`` is then assumed.
-        stand_in: a model of that decoder, where shapes are needed and not known.
         buffer_nbytes: of the module's own buffers, as running means.
         decoder: None: not known to be one.
+        stand_in: where only the number of parameters is known, a model of the decoder that it is taken for; None else.
     """
 
     root: Group
     blocks: tuple[tuple[Group, int], ...] = ()
-    has_shapes: bool = True
     buffer_nbytes: int = 0
     decoder: Decoder | None = None
     stand_in: ModelSpec | None = None
+
+    @property
+    def has_shapes(self) -> bool:
+        """Whether more is known than the number of parameters."""
+        return self.stand_in is None
 
     def specs(self) -> Iterator[tuple[ParameterSpec, int]]:
         """All parameters with how many there are of each, in no order."""
@@ -140,8 +143,7 @@ def model_of_count(numel: int) -> ModelSpec:
     """A model of so many parameters of unknown shapes."""
     whole = ParameterSpec((1, numel), is_flat=True)
     decoder = _assumed_decoder(numel)
-    stand_in = _model_of_decoder(decoder)
-    return ModelSpec(root=((whole, 1),), has_shapes=False, decoder=decoder, stand_in=stand_in)
+    return ModelSpec(root=((whole, 1),), decoder=decoder, stand_in=_model_of_decoder(decoder))
 
 
 def _assumed_decoder(numel: int) -> Decoder:
